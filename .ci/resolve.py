@@ -68,9 +68,21 @@ class Resolver:
         Raises:
             ResolveError: If there is no solution; the message is uv's.
         """
-        command = [self.uv, "pip", "compile", "--no-config", "--no-header", "--no-annotate", "--no-progress"]
+        command = [
+            self.uv,
+            "pip",
+            "compile",
+            "--no-config",
+            "--no-header",
+            "--no-annotate",
+            "--no-progress",
+        ]
         done = subprocess.run(
-            [*command, *arguments, "pyproject.toml"], cwd=ROOT, env=self.environment, capture_output=True, text=True
+            [*command, *arguments, "pyproject.toml"],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             raise ResolveError(done.stderr.strip())
@@ -100,7 +112,10 @@ def cpu_wheel(folder: Path, version: str) -> None:
     lines = ("Metadata-Version: 2.1", "Name: torch", f"Version: {version}+cpu")
     with zipfile.ZipFile(folder / f"{release}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{release}.dist-info/METADATA", "\n".join(lines) + "\n")
-        wheel.writestr(f"{release}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{release}.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr(f"{release}.dist-info/RECORD", "")
 
 
@@ -110,7 +125,11 @@ def check(resolver: Resolver, constraints: Path) -> None:
     Raises:
         ResolveError: At the first that fails.
     """
-    wheels = ["--only-binary", ":all:", *(word for name in SOURCE_ONLY for word in ("--no-binary", name))]
+    wheels = [
+        "--only-binary",
+        ":all:",
+        *(word for name in SOURCE_ONLY for word in ("--no-binary", name)),
+    ]
     limits = ["--constraints", str(constraints)]
 
     def resolve(python: str, platform: str, *more: str) -> dict[str, str]:
@@ -121,7 +140,9 @@ def check(resolver: Resolver, constraints: Path) -> None:
         try:
             found = resolve(python, platform, "--extra", "dev", *limits)
         except ResolveError as error:
-            raise ResolveError(f"Python {python} on {platform} does not resolve:\n{error}") from None
+            raise ResolveError(
+                f"Python {python} on {platform} does not resolve:\n{error}"
+            ) from None
         triton = f", triton {found['triton']}" if "triton" in found else ""
         return f"Python {python}, {platform}: {len(found)} packages, torch {found['torch']}{triton}"
 
@@ -137,31 +158,50 @@ def check(resolver: Resolver, constraints: Path) -> None:
         small = resolve(PYTHONS[0], PLATFORMS[0], "--find-links", folder, *limits)
         cuda = [name for name in small if name.startswith(("nvidia", "cuda", "triton"))]
         if cuda or not small["torch"].endswith("+cpu"):
-            raise ResolveError(f"the CPU build of PyTorch, {small['torch']}, would still bring {cuda}")
+            raise ResolveError(
+                f"the CPU build of PyTorch, {small['torch']}, would still bring {cuda}"
+            )
         print(f"with PyTorch's CPU build, without extras: {len(small)} packages, none of CUDA")
 
         broken = Path(folder) / "constraints.txt"
-        broken.write_text(re.sub(r"^triton==.*$", "triton==3.6.0", constraints.read_text(encoding="utf-8"), flags=re.M))
+        broken.write_text(
+            re.sub(
+                r"^triton==.*$",
+                "triton==3.6.0",
+                constraints.read_text(encoding="utf-8"),
+                flags=re.M,
+            )
+        )
         try:
             resolve(PYTHONS[1], PLATFORMS[0], "--extra", "dev", "--constraints", str(broken))
         except ResolveError:
             print("with triton 3.6.0 pinned: refused, as it has to be")
         else:
-            raise ResolveError("triton 3.6.0 beside this torch resolved: this check does not see the public build")
+            raise ResolveError(
+                "triton 3.6.0 beside this torch resolved: this check does not see the public build"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--uv", default="uv", help="the uv command")
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt")
     parser.add_argument("action", choices=("check", "write"))
-    parser.add_argument("--upgrade", action="store_true", help="with write: take the newest versions")
+    parser.add_argument(
+        "--upgrade", action="store_true", help="with write: take the newest versions"
+    )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
-        resolver = Resolver(str(Path(asked.uv).absolute()) if os.sep in asked.uv else asked.uv, Path(home))
+        resolver = Resolver(
+            str(Path(asked.uv).absolute()) if os.sep in asked.uv else asked.uv, Path(home)
+        )
         try:
             if asked.action == "write":
-                asked.constraints.write_text(resolver.locked(asked.constraints, asked.upgrade), encoding="utf-8")
+                asked.constraints.write_text(
+                    resolver.locked(asked.constraints, asked.upgrade), encoding="utf-8"
+                )
             else:
                 check(resolver, asked.constraints.absolute())
         except ResolveError as error:

@@ -74,13 +74,17 @@ def read_arrows(package: Path) -> list[Arrow]:
     return sorted(arrows)
 
 
-def _walk(node: ast.AST, typing: bool = False, lazy: bool = False) -> Iterator[tuple[ast.stmt | ast.expr, bool, bool]]:
+def _walk(
+    node: ast.AST, typing: bool = False, lazy: bool = False
+) -> Iterator[tuple[ast.stmt | ast.expr, bool, bool]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom, ast.Call)):
             yield child, typing, lazy
         checked = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
         yield from _walk(
-            child, typing or checked, lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            child,
+            typing or checked,
+            lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)),
         )
 
 
@@ -92,7 +96,11 @@ def _imported(node: ast.AST, here: list[str]) -> Iterator[str]:
         start = here[: len(here) - node.level + 1] if node.level else []
         for alias in node.names:
             yield ".".join([*start, *([node.module] if node.module else []), alias.name])
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+    elif (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("import_module")
+        and node.args
+    ):
         name = getattr(node.args[0], "value", None)
         if isinstance(name, str):
             dots = len(name) - len(name.lstrip("."))
@@ -105,7 +113,9 @@ def room_of(module: str) -> str:
 
 def edges_of(arrows: Iterable[Arrow], rooms: bool = False) -> set[tuple[str, str]]:
     """Who imports whom, between modules or between rooms."""
-    pairs = ((room_of(a.source), room_of(a.target)) if rooms else (a.source, a.target) for a in arrows)
+    pairs = (
+        (room_of(a.source), room_of(a.target)) if rooms else (a.source, a.target) for a in arrows
+    )
     return {(source, target) for source, target in pairs if source != target}
 
 
@@ -145,14 +155,20 @@ def levels_of(edges: set[tuple[str, str]]) -> dict[str, int]:
     """How many imports deep each is, from 0; all of a circle are on one level."""
     levels: dict[str, int] = {}
     for group in groups_of(edges):
-        below = [levels[target] for source, target in edges if source in group and target not in group]
+        below = [
+            levels[target] for source, target in edges if source in group and target not in group
+        ]
         levels |= dict.fromkeys(group, max(below, default=-1) + 1)
     return levels
 
 
 def upward(arrows: Iterable[Arrow]) -> list[Arrow]:
     """Arrows from one room to another that `ORDER` does not have above it."""
-    level = {room: number for number, line in enumerate(ORDER.strip().splitlines()) for room in line.split()}
+    level = {
+        room: number
+        for number, line in enumerate(ORDER.strip().splitlines())
+        for room in line.split()
+    }
     pairs = [(a, room_of(a.source), room_of(a.target)) for a in arrows]
     return [a for a, source, target in pairs if source != target and level[source] <= level[target]]
 
@@ -163,7 +179,11 @@ def functions_of(modules: dict[str, ast.Module]) -> Iterator[tuple[str, int, int
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 a = node.args
-                given = [arg for arg in (*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg) if arg is not None]
+                given = [
+                    arg
+                    for arg in (*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg)
+                    if arg is not None
+                ]
                 named = [arg for arg in given if arg.arg not in ("self", "cls")]
                 yield f"{module}.{node.name}", (node.end_lineno or 0) - node.lineno + 1, len(named)
 
@@ -192,7 +212,9 @@ def describe(package: Path) -> Iterator[str]:
     else:  # no order was agreed on: what only functions import, and what closes a circle
         circles = circles_of(edges_of(running, rooms=True))
         pairs = [(a, {room_of(a.source), room_of(a.target)}) for a in running if a.lazy]
-        rising = [a for a, pair in pairs if len(pair) > 1 and any(pair <= circle for circle in circles)]
+        rising = [
+            a for a, pair in pairs if len(pair) > 1 and any(pair <= circle for circle in circles)
+        ]
     yield f"arrows upward: {len({(a.source, a.target) for a in rising})}"
     for a in rising:
         yield f"  {a.source} -> {a.target} (line {a.line}{', typing' if a.typing else ''})"

@@ -19,7 +19,9 @@ RESULTS = ("eval.json", "tasks.json", "bench.json")
 def cards() -> dict[Path, str]:
     """The text of every card, by its file."""
     return {
-        HERE / f"{run.name}.md": str(make_card(run, [run / name for name in RESULTS if (run / name).is_file()]))
+        HERE / f"{run.name}.md": str(
+            make_card(run, [run / name for name in RESULTS if (run / name).is_file()])
+        )
         for run in sorted((HERE / "runs").iterdir())
     }
 

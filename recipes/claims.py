@@ -80,7 +80,13 @@ def sizes(here: Sequence[str], paper: Sequence[str]) -> str:
 
 def depth_routing() -> Paper:
     """arXiv:2604.17228, and CGS on depth gates."""
-    names = {"long": "", "main": "800 steps", "budget_25": "25 %", "variants": "variants", "results": "pilot"}
+    names = {
+        "long": "",
+        "main": "800 steps",
+        "budget_25": "25 %",
+        "variants": "variants",
+        "results": "pilot",
+    }
     studies = {name: read_results(RECIPES / "aux_losses" / name) for name in names}
     main, short, _, variants, pilot = (study.info for study in studies.values())
     found: dict[str, tuple[Verdict, str]] = {}
@@ -221,16 +227,27 @@ def papers() -> list[Paper]:
 def counts(found: Sequence[Paper]) -> list[str]:
     """How many of each paper's claims have each state, and how many statements that are not the paper's."""
     rows = []
-    for title, judged in [*((p.title, p.rows()) for p in found), ("all", [row for p in found for row in p.rows()])]:
+    for title, judged in [
+        *((p.title, p.rows()) for p in found),
+        ("all", [row for p in found for row in p.rows()]),
+    ]:
         states = count_states(row.state for row in judged if not row.ours)
-        rows.append([title, *map(str, states.values()), tell_states(row.state for row in judged if row.ours)])
+        rows.append(
+            [
+                title,
+                *map(str, states.values()),
+                tell_states(row.state for row in judged if row.ours),
+            ]
+        )
     return markdown_table(["paper", *STATES, "statements that are not the paper's"], rows)
 
 
 def page() -> str:
     """`docs/claims.md`."""
     found = papers()
-    return "\n".join([HEAD, "", *counts(found), *(line for paper in found for line in ("", *paper.lines())), ""])
+    return "\n".join(
+        [HEAD, "", *counts(found), *(line for paper in found for line in ("", *paper.lines())), ""]
+    )
 
 
 def main() -> None:

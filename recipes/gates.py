@@ -29,7 +29,9 @@ class Duel:
     def lower(self) -> tuple[str, int]:
         """The gate with the lower mean loss, and in how many seeds it is the lower one."""
         sign = 1 if self.difference() > 0 else -1
-        return ("MLP" if sign > 0 else "JEPA"), sum(sign * (self.jepa[s] - self.mlp[s]) > 0 for s in self.mlp)
+        return ("MLP" if sign > 0 else "JEPA"), sum(
+            sign * (self.jepa[s] - self.mlp[s]) > 0 for s in self.mlp
+        )
 
     def row(self) -> list[str]:
         winner, seeds = self.lower()
@@ -47,7 +49,9 @@ def duels() -> list[Duel]:
             losses: list[dict[int, float]] = [
                 {
                     run["seed"]: next(
-                        row["loss"] for row in run["rows"] if (row["rule"], row["budget"]) == ("topk", budget)
+                        row["loss"]
+                        for row in run["rows"]
+                        if (row["rule"], row["budget"]) == ("topk", budget)
                     )
                     for run in stories
                     if (run["gate"], run["gate_input"]) == (gate, gate_input)
@@ -58,8 +62,14 @@ def duels() -> list[Duel]:
     runs = fit_report.runs_of(read("fit_router/results.json")["stories260k"], trained=True)
     for count in (1, 2):
         both = sorted(runs["oracle", count].keys() & runs["jepa", count].keys())
-        losses = [{seed: runs[kind, count][seed]["more"] for seed in both} for kind in ("oracle", "jepa")]
-        found.append(Duel("fit_router, stories260k, loss over dense, oracle's labels", 1 - count / 5, *losses))
+        losses = [
+            {seed: runs[kind, count][seed]["more"] for seed in both} for kind in ("oracle", "jepa")
+        ]
+        found.append(
+            Duel(
+                "fit_router, stories260k, loss over dense, oracle's labels", 1 - count / 5, *losses
+            )
+        )
     study = read_results(RECIPES / "aux_losses/results")
     configs = [(0.75, "{}_b75"), (0.5, "{}"), (0.25, "{}_b25"), (0.1, "{}_b10")]
     pairs = [("aux_losses, pilots, oracle's labels", *case) for case in configs]
@@ -81,13 +91,19 @@ def duels() -> list[Duel]:
 
 def gates_of(study: StudyRuns, title: str, budget: float, name: str) -> Duel:
     """The two gates of an auxiliary-loss study; `name` is that of both configs but for the gate."""
-    return Duel(title, budget, *(dict(values(study, name.format(gate), "endpoint")) for gate in ("g1", "g3")))
+    return Duel(
+        title,
+        budget,
+        *(dict(values(study, name.format(gate), "endpoint")) for gate in ("g1", "g3")),
+    )
 
 
 def gate_comparison() -> list[str]:
     """Which gate ended lower, in every committed comparison: a part of the page about gates."""
     rows = duels()
-    plain, labelled = ([duel for duel in rows if ("oracle's" in duel.study) == taught] for taught in (False, True))
+    plain, labelled = (
+        [duel for duel in rows if ("oracle's" in duel.study) == taught] for taught in (False, True)
+    )
     counts = [Counter(duel.lower()[0] for duel in group)["MLP"] for group in (plain, labelled)]
     return [
         "Neither is ahead of the other everywhere. Trained without the oracle's labels the MLP gate ended lower in "
@@ -96,6 +112,7 @@ def gate_comparison() -> list[str]:
         "says in how many seeds the lower one is lower:",
         "",
         *markdown_table(
-            ["study", "budget", "MLP", "JEPA", "JEPA - MLP", "lower, in seeds"], [duel.row() for duel in rows]
+            ["study", "budget", "MLP", "JEPA", "JEPA - MLP", "lower, in seeds"],
+            [duel.row() for duel in rows],
         ),
     ]

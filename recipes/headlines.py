@@ -68,7 +68,10 @@ def linked(identifier: str) -> str:
 def results() -> list[str]:
     """Six questions: the answer, one number with its error and size, and where it is from."""
     rows = [losses(), routed_prompts(), router_tuning(), token_selective(), with_lora(), served()]
-    rows = [[question, answer, number, f"[{folder}](recipes/{folder})"] for question, answer, number, folder in rows]
+    rows = [
+        [question, answer, number, f"[{folder}](recipes/{folder})"]
+        for question, answer, number, folder in rows
+    ]
     return markdown_table(["question", "answer", "number", "study"], rows)
 
 
@@ -113,8 +116,14 @@ def eager_decode(result: Any) -> tuple[float, float, float]:
 def served() -> Sequence[str]:
     load = vllm_report.read_load()
     found = vllm_report.ratios(load, "all", "total_token_throughput")
-    ratios = [statistics.median(found[cell]) for cell in found if cell[0] == max(prompt for prompt, _ in found)]
-    of_real = vllm_report.ratios(read("vllm_load/load_smollm2.json"), "prefill", "total_token_throughput").values()
+    ratios = [
+        statistics.median(found[cell])
+        for cell in found
+        if cell[0] == max(prompt for prompt, _ in found)
+    ]
+    of_real = vllm_report.ratios(
+        read("vllm_load/load_smollm2.json"), "prefill", "total_token_throughput"
+    ).values()
     real = [statistics.median(rounds) for rounds in of_real]
     return (
         "Does vLLM serve more tokens per second?", "On four wide layers yes; a small model's prompts hardly.",

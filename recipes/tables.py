@@ -99,12 +99,21 @@ def draw() -> None:
     """The demo's picture, and the README's: fits for each share, with the times that the demo measured on that base."""
     measured = read("demo/results.json")
     prefill = measured["bench"]["prefill"]
-    shares, ratios = zip(*sorted((row["full_ratio"], row["ratio"]) for row in prefill["budgets"].values()), (1.0, 1.0))
+    shares, ratios = zip(
+        *sorted((row["full_ratio"], row["ratio"]) for row in prefill["budgets"].values()),
+        (1.0, 1.0),
+    )
 
     def time(kind: str, share: float) -> float:
-        return demo_report.static_time(prefill, share) if kind == "static" else float(np.interp(share, shares, ratios))
+        return (
+            demo_report.static_time(prefill, share)
+            if kind == "static"
+            else float(np.interp(share, shares, ratios))
+        )
 
-    fit_report.draw_time(read("fit_router/results.json")["wide"], time, RECIPES / "fit_router" / "time.png")
+    fit_report.draw_time(
+        read("fit_router/results.json")["wide"], time, RECIPES / "fit_router" / "time.png"
+    )
     demo_report.plot_quality(RECIPES / "demo" / "quality.png", measured)
 
 

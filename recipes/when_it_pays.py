@@ -32,7 +32,11 @@ def span(ratios: list[float]) -> str:
 def prompts() -> str:
     demo = json.loads((RECIPES / "demo" / "results.json").read_text())["bench"]
     phases = json.loads((RECIPES / "fit_router" / "phases.json").read_text())
-    first = [row["first_token"]["prefill"]["ratio"] for row in phases["rows"] if row["keep"] == float(HALF)]
+    first = [
+        row["first_token"]["prefill"]["ratio"]
+        for row in phases["rows"]
+        if row["keep"] == float(HALF)
+    ]
     millions = demo["setting"]["parameters"] / 1e6
     return (
         f"**{told(demo['prefill']['budgets'][HALF])}** on an Intel Xeon with AMX, {span(first)} on an AMD EPYC: a "
@@ -41,8 +45,15 @@ def prompts() -> str:
 
 
 def one_sequence() -> str:
-    xeon = max(measured("speed/cpu-decode.json", "decode"), key=lambda row: len(row["setting"]["routed_layers"]))
-    epyc = next(row for row in measured("speed/targets-decode.json", "decode") if row["setting"]["target"] == "ffn")
+    xeon = max(
+        measured("speed/cpu-decode.json", "decode"),
+        key=lambda row: len(row["setting"]["routed_layers"]),
+    )
+    epyc = next(
+        row
+        for row in measured("speed/targets-decode.json", "decode")
+        if row["setting"]["target"] == "ffn"
+    )
     on_xeon, on_epyc = (told(row["budgets"][HALF]) for row in (xeon, epyc))
     return f"**{on_xeon}** on the Xeon, {on_epyc} on an EPYC: the width of Qwen2.5-0.5B"
 
@@ -50,7 +61,9 @@ def one_sequence() -> str:
 def several_sequences() -> str:
     batches = measured("speed/decode-batches.json", "decode")
     some = [row["budgets"][HALF]["ratio"] for row in batches if 2 <= row["batch"] <= 16]
-    plain = max(measured("speed/cpu.json", "decode"), key=lambda row: len(row["setting"]["routed_layers"]))
+    plain = max(
+        measured("speed/cpu.json", "decode"), key=lambda row: len(row["setting"]["routed_layers"])
+    )
     without = told(plain["budgets"][HALF])
     return (
         f"**{span(some)}** for 2 to 16 at once on an EPYC with bfloat16 instructions, {without} for {plain['batch']} "
@@ -75,4 +88,6 @@ def lines() -> list[str]:
         ["decoding several, CPU", "rarely", several_sequences()],
         ["GPU", "prompts; decoding only if compiled", gpu()],
     ]
-    return markdown_table(["work", "does it pay?", "time over dense, half of the FFN calls skipped"], rows)
+    return markdown_table(
+        ["work", "does it pay?", "time over dense, half of the FFN calls skipped"], rows
+    )

@@ -43,7 +43,9 @@ LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="run the tests marked `nightly` too (`make nightly`)")
+    parser.addoption(
+        "--nightly", action="store_true", help="run the tests marked `nightly` too (`make nightly`)"
+    )
 
 
 def counted(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -52,7 +54,9 @@ def counted(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         if item.path.stem not in LEFT_OUT_OF_COVERAGE:
             tables.setdefault(item.nodeid.split("[")[0], []).append(item)
-    return [case for cases in tables.values() for case in cases[:: 4 if len(cases) > LONG_TABLE else 1]]
+    return [
+        case for cases in tables.values() for case in cases[:: 4 if len(cases) > LONG_TABLE else 1]
+    ]
 
 
 def waits_for_the_night(item: pytest.Item) -> bool:
@@ -88,7 +92,9 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if left_out := config.stash.get(LEFT_OUT, 0):
         covered = config.getoption("cov_source", default=None)
         why = "they count for no coverage" if covered else "--nightly runs them too"
@@ -151,7 +157,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True, check=False).returncode != 0
+    ):
         pytest.skip("mounting a tmpfs is not permitted here")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -160,8 +169,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless Chromium, by playwright."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pages are looked at with playwright (dev extra)")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="pages are looked at with playwright (dev extra)"
+    )
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if chromium is None:
         pytest.skip("no Chromium on this machine: apt-get install chromium")
     arguments = [

@@ -15,7 +15,11 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "docs" / "notebooks"
-WHOLE = {"CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md", "CONTRIBUTING.md": "contributing.md"}
+WHOLE = {
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -25,7 +29,9 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "cli.md", content=command_line()))
     for path in (ROOT / "model_cards").glob("*.md"):
         if not path.name.endswith(".template.md"):
-            files.append(File.generated(config, f"model_cards/{path.name}", content=path.read_text()))
+            files.append(
+                File.generated(config, f"model_cards/{path.name}", content=path.read_text())
+            )
     for path in sorted((ROOT / "recipes").rglob("*")):
         page = f"studies/{path.relative_to(ROOT / 'recipes').as_posix()}"
         if path.suffix == ".md":
@@ -44,7 +50,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """mkdocs's event: in pages of `docs/`, links to other files of the repository become links to their pages."""
     if page.file.generated_by:
         return markdown
-    for name, generated in {"recipes/": "studies/", "model_cards/": "model_cards/", **WHOLE}.items():
+    for name, generated in {
+        "recipes/": "studies/",
+        "model_cards/": "model_cards/",
+        **WHOLE,
+    }.items():
         markdown = re.sub(rf"\]\(((?:\.\./)*)\.\./{name}", rf"](\1{generated}", markdown)
     return markdown.replace("](notebooks/quickstart.ipynb)", "](notebooks/quickstart.md)")
 
@@ -67,10 +77,21 @@ def linked(row: re.Match[str], folders: set[str]) -> str:
 
 def command_line() -> str:
     """Every command's help, as Typer writes it."""
-    command = [sys.executable, "-m", "typer", "hf_depthroute.cli", "utils", "docs", "--name", "hf-depthroute"]
+    command = [
+        sys.executable,
+        "-m",
+        "typer",
+        "hf_depthroute.cli",
+        "utils",
+        "docs",
+        "--name",
+        "hf-depthroute",
+    ]
     text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     text = text.replace("\b", "").replace("# `hf-depthroute`", "# Command line", 1)
-    text = re.sub(r"<(str|int|float|path|int range|float range)>", lambda kind: kind[1].upper(), text)
+    text = re.sub(
+        r"<(str|int|float|path|int range|float range)>", lambda kind: kind[1].upper(), text
+    )
     # Click's "\b" keeps the lines of an example; Markdown wants a block.
     return re.sub(r"^Example:\n((?:  .*\n)+)", r"```console\n\1```\n", text, flags=re.MULTILINE)
 
@@ -82,6 +103,8 @@ def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
     exporter = MarkdownExporter()
     name = {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
     text, resources = exporter.from_filename(str(path), resources=name)
-    note = f"*This page is [{path.name}]({path.name}) with the outputs that are committed in it.*\n\n"
+    note = (
+        f"*This page is [{path.name}]({path.name}) with the outputs that are committed in it.*\n\n"
+    )
     heading, rest = text.lstrip().split("\n", 1)
     return f"{heading}\n\n{note}{rest}", resources["outputs"]

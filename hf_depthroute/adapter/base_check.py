@@ -54,7 +54,9 @@ def allow_base_mismatch() -> Iterator[None]:
         _allowed.reset(token)
 
 
-def describe_base(model: Any, files: Iterable[Path] | None = None, vocabulary: int | None = None) -> dict[str, Any]:
+def describe_base(
+    model: Any, files: Iterable[Path] | None = None, vocabulary: int | None = None
+) -> dict[str, Any]:
     """Architecture, sizes and sampled weights that an adapter depends on; saved with it.
 
     With safetensors `files`, the weights are read there: `model` may be on the meta device. With `vocabulary`, the
@@ -66,7 +68,9 @@ def describe_base(model: Any, files: Iterable[Path] | None = None, vocabulary: i
     else:
         sampled = stored_weights(model, files, vocabulary)
     file = gguf_file_of(model.config)
-    described = {name: field_of(config, name) for name in _SIZES} | ({} if file is None else {GGUF_FILE: file})
+    described = {name: field_of(config, name) for name in _SIZES} | (
+        {} if file is None else {GGUF_FILE: file}
+    )
     return {**described, SAMPLED: sampled}
 
 
@@ -101,7 +105,9 @@ def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None 
             )
     expected = wanted.get(SAMPLED, {})
     if not isinstance(expected, dict):
-        raise AdapterMismatchError(f"base_architecture: {SAMPLED} is no list of weights by name; copy the config again")
+        raise AdapterMismatchError(
+            f"base_architecture: {SAMPLED} is no list of weights by name; copy the config again"
+        )
     if _allowed.get():
         return
     common = [name for name in expected if name in here[SAMPLED]]
@@ -152,7 +158,12 @@ def sampled_weights(model: Any, vocabulary: int | None = None) -> dict[str, floa
     found = {}
     for name, weight in _sampled(model):
         data = weight.data
-        if type(data) is not torch.Tensor or data.is_meta or not data.numel() or data.dtype not in _READABLE:
+        if (
+            type(data) is not torch.Tensor
+            or data.is_meta
+            or not data.numel()
+            or data.dtype not in _READABLE
+        ):
             continue
         if getattr(weight, "_fsdp_flattened", False):  # FSDP1: this process's piece of it
             continue
@@ -162,14 +173,18 @@ def sampled_weights(model: Any, vocabulary: int | None = None) -> dict[str, floa
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def stored_weights(model: Any, files: Iterable[Path], vocabulary: int | None = None) -> dict[str, float]:
+def stored_weights(
+    model: Any, files: Iterable[Path], vocabulary: int | None = None
+) -> dict[str, float]:
     """`sampled_weights` of a model whose weights are in safetensors `files`, read without loading them.
 
     Left out is what the files have in another form: under another name or shape, or quantised.
     """
     prefix = f"{model.base_model_prefix}."
     bare = {id(weight): name.removeprefix(prefix) for name, weight in model.named_parameters()}
-    wanted = {bare[id(weight)]: (name, weight.shape) for name, weight in _sampled(model) if weight.numel()}
+    wanted = {
+        bare[id(weight)]: (name, weight.shape) for name, weight in _sampled(model) if weight.numel()
+    }
     found = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -179,7 +194,11 @@ def stored_weights(model: Any, files: Iterable[Path], vocabulary: int | None = N
                 position = 0
                 if shape is not None:
                     position = _position(name, shape, vocabulary)
-                if shape is None or tuple(part.get_shape()) != tuple(shape) or position >= math.prod(shape):
+                if (
+                    shape is None
+                    or tuple(part.get_shape()) != tuple(shape)
+                    or position >= math.prod(shape)
+                ):
                     continue
                 place = np.unravel_index(position, tuple(shape))
                 value = part[tuple(slice(int(index), int(index) + 1) for index in place)]
@@ -194,7 +213,9 @@ def _sampled(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     family = stack.family
     layers = stack.layers
     read = [("embeddings", model.get_input_embeddings())]
-    read += [(f"{family.layers}.{i}", layers[i]) for i in sorted({0, len(layers) // 2, len(layers) - 1})]
+    read += [
+        (f"{family.layers}.{i}", layers[i]) for i in sorted({0, len(layers) // 2, len(layers) - 1})
+    ]
     for prefix, module in read:
         yield from sorted(_base_weights(prefix, module), key=lambda item: item[0])
 

@@ -26,7 +26,12 @@ from .files import PEFT_TYPE
 from .modules_to_save import check_modules_to_save
 
 _MEMORY_NUMBERS = 1 << 30  # in the tables of all layers
-_BY_PARTS = ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
+_BY_PARTS = (
+    "prefill_chunk_size",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "assistant_model",
+)
 _SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
 
 
@@ -51,11 +56,15 @@ def check_injection(model: nn.Module, name: str, config: PeftConfig, stack: Stac
             "splits what it loads, with zero3_init_flag: false too), and let ZeRO-3 split both"
         )
     if not isinstance(config, DepthRouteConfig):
-        raise ConfigError(f"adapter {name!r}: expected a DepthRouteConfig, got {type(config).__name__}")
+        raise ConfigError(
+            f"adapter {name!r}: expected a DepthRouteConfig, got {type(config).__name__}"
+        )
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise ConfigError(f"adapter name {name!r} must be 1 to 64 letters, digits, '_' or '-'")
     check_name_is_free(model, name)
-    others = [m for m in model.modules() if isinstance(m, BaseTunerLayer) and not isinstance(m, Routing)]
+    others = [
+        m for m in model.modules() if isinstance(m, BaseTunerLayer) and not isinstance(m, Routing)
+    ]
     if config.modules_to_save and others:
         raise ConfigError(
             f"modules_to_save={config.modules_to_save}: PEFT would switch the copies off next to a {_kind(others[0])} "
@@ -68,7 +77,9 @@ def check_injection(model: nn.Module, name: str, config: PeftConfig, stack: Stac
     return routed
 
 
-def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], config: DepthRouteConfig) -> None:
+def _check_parts(
+    model: Any, family: Family, layers: Any, routed: list[int], config: DepthRouteConfig
+) -> None:
     """Raise `ConfigError` where a layer lacks what the configuration routes, or a part would be absurdly wide."""
     width = width_of(layers[0], family)
     widest = max(4 * width, _SMALL_WIDTH)
@@ -76,10 +87,14 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
         if config.branch_of(index) == "neurons":
             _check_neurons(config, family, layers, index)
         elif (rank := config.rank_of(index) or 0) > widest:
-            raise ConfigError(f"branch_rank={rank} must be at most {widest} on a model of width {width}")
+            raise ConfigError(
+                f"branch_rank={rank} must be at most {widest} on a model of width {width}"
+            )
     for name in ("gate_hidden", "context_dim", "summary_dim", "action_dim"):
         if (getattr(config, name) or 0) > widest:
-            raise ConfigError(f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}")
+            raise ConfigError(
+                f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}"
+            )
     if config.has_memory:
         _check_memory(config, len(routed), widest)
     check_modules_to_save(model, layers, config.modules_to_save or ())
@@ -94,7 +109,9 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
             )
         for expert in (config.dropped_experts or [[]] * len(routed))[place]:
             if expert >= count:
-                raise ConfigError(f"dropped_experts: layer {index} has experts 0 to {count - 1}, not {expert}")
+                raise ConfigError(
+                    f"dropped_experts: layer {index} has experts 0 to {count - 1}, not {expert}"
+                )
 
 
 def default_rank(config: DepthRouteConfig, width: int, ffn: Any, layer_index: int = -1) -> int:
@@ -114,7 +131,9 @@ def _check_neurons(config: DepthRouteConfig, family: Family, layers: Any, index:
             "projection, a mixture or another form); use branch='lowrank'"
         )
     if (wanted or 1) > count:
-        raise ConfigError(f"branch_rank={wanted} must be at most {count}, the neurons of layer {index}'s FFN")
+        raise ConfigError(
+            f"branch_rank={wanted} must be at most {count}, the neurons of layer {index}'s FFN"
+        )
 
 
 def _check_memory(config: DepthRouteConfig, layers: int, widest: int) -> None:
@@ -137,7 +156,9 @@ def check_name_is_free(model: nn.Module, name: str) -> None:
     for module in model.modules():
         if isinstance(module, Routing):
             if name in module.depth_route_gate:
-                raise ConfigError(f"there already is a depth-routed adapter named {name!r}; choose another name")
+                raise ConfigError(
+                    f"there already is a depth-routed adapter named {name!r}; choose another name"
+                )
         elif isinstance(module, BaseTunerLayer) and name in module._get_available_adapters():
             raise ConfigError(
                 f"adapter name {name!r} is taken by a {_kind(module)} adapter on this model; pass adapter_name='router'"
@@ -149,10 +170,17 @@ def _kind(layer: nn.Module) -> str:
     return type(layer).__module__.split(".")[-2]
 
 
-def add_of_same_method(add: Any, self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+def add_of_same_method(
+    add: Any, self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any
+) -> None:
     """`PeftModel.add_adapter`, which takes one method; where routing is one of two, the error names the way."""
-    methods = [getattr(config, "peft_type", None) for config in (self.peft_config[self.active_adapter], peft_config)]
-    if methods[0] != methods[1] and PEFT_TYPE in [getattr(method, "value", method) for method in methods]:
+    methods = [
+        getattr(config, "peft_type", None)
+        for config in (self.peft_config[self.active_adapter], peft_config)
+    ]
+    if methods[0] != methods[1] and PEFT_TYPE in [
+        getattr(method, "value", method) for method in methods
+    ]:
         raise ConfigError(
             f"add_adapter({adapter_name!r}, {type(peft_config).__name__}): a PeftModel holds adapters of one "
             f"method; two go on one base: get_peft_model(model.get_base_model(), config, adapter_name={adapter_name!r})"
@@ -160,7 +188,9 @@ def add_of_same_method(add: Any, self: Any, adapter_name: str, peft_config: Any,
     add(self, adapter_name, peft_config, *args, **kwargs)
 
 
-def check_generation(model: nn.Module, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+def check_generation(
+    model: nn.Module, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> None:
     """Refuse what makes `generate` decide otherwise than it does plainly, with the adapters that are active.
 
     Args:
@@ -172,13 +202,25 @@ def check_generation(model: nn.Module, arguments: Sequence[Any], options: Mappin
         ConfigError: Whole sequences are routed, and their decision would be made on a part of the prompt, or on drafted
             tokens; or prompts alone are, and without a KV cache what was generated is read as one.
     """
-    configs_given = [*arguments[1:2], options.get("generation_config"), getattr(model, "generation_config", None)]
+    configs_given = [
+        *arguments[1:2],
+        options.get("generation_config"),
+        getattr(model, "generation_config", None),
+    ]
     settings = next((config for config in configs_given if config is not None), None)
-    given = {name: options.get(name, getattr(settings, name, None)) for name in (*_BY_PARTS, "use_cache")}
-    configs = [routing.active_config() for routing in routings_of(model) if routing.adapter() is not None]
+    given = {
+        name: options.get(name, getattr(settings, name, None)) for name in (*_BY_PARTS, "use_cache")
+    }
+    configs = [
+        routing.active_config() for routing in routings_of(model) if routing.adapter() is not None
+    ]
     if any(config.granularity == "sequence" for config in configs):
         for name in _BY_PARTS:
             if given[name] is not None:
-                raise ConfigError(f"{name}: granularity='sequence' decides once, about the prompt whole and alone")
+                raise ConfigError(
+                    f"{name}: granularity='sequence' decides once, about the prompt whole and alone"
+                )
     if given["use_cache"] is False and any(config.phases == "prefill" for config in configs):
-        raise ConfigError("use_cache=False: phases='prefill' tells a prompt from generated tokens by the KV cache")
+        raise ConfigError(
+            "use_cache=False: phases='prefill' tells a prompt from generated tokens by the KV cache"
+        )

@@ -32,10 +32,24 @@ from .tensor_rules import fault_of_values
 from .tuner import get_depth_routed_model
 
 PUBLISHED_BASE = "meta-llama/Meta-Llama-3-8B-Instruct"  # whose weights the published checkpoint has
-_LLAMA_3_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
-_MOST = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_hidden_layers": 4096, "vocab_size": 1 << 24}
+_LLAMA_3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+}
+_MOST = {
+    "hidden_size": 1 << 16,
+    "intermediate_size": 1 << 18,
+    "num_hidden_layers": 4096,
+    "vocab_size": 1 << 24,
+}
 # Fields that have one value here, with what they are where they are left out.
-_EXACT = {"hidden_act": ("silu", "silu"), "rms_norm_eps": (None, EPSILON), "mlp_bias": (False, False)}
+_EXACT = {
+    "hidden_act": ("silu", "silu"),
+    "rms_norm_eps": (None, EPSILON),
+    "mlp_bias": (False, False),
+}
 _NOT_A_LLAMAS = ("auto_map", "architectures", "model_type", "quantization_config")
 _ADDED = re.compile(r"model\.layers\.(\d{1,4})\.((?:router|router_proj)\.\w+\.weight)")
 _FLOATS = ("F32", "BF16", "F16")
@@ -53,7 +67,9 @@ _TENSORS = {
 _BRANCH_NORM = {"post_attention_layernorm.weight": ("branch", "norm.weight")}
 
 
-def convert_flexidepth(checkpoint: str | Path, out: str | Path, base: str | None = None) -> DepthRouteConfig:
+def convert_flexidepth(
+    checkpoint: str | Path, out: str | Path, base: str | None = None
+) -> DepthRouteConfig:
     """Write the adapter in a checkpoint of FlexiDepth's layout (arXiv:2503.23798) into a folder of its own.
 
     In float32 the adapter on its base computes what the checkpoint's own code does. The checkpoint's files are read
@@ -118,18 +134,24 @@ def _check_config(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, most in _MOST.items():
         value = given.get(name)
         if type(value) is not int or not 1 <= value <= most:
-            raise _fault(folder, f"config.json: {name}={value!r:.100} must be an integer from 1 to {most}")
+            raise _fault(
+                folder, f"config.json: {name}={value!r:.100} must be an integer from 1 to {most}"
+            )
     for name, (default, value) in _EXACT.items():
         if given.get(name, default) != value:
             found = repr(given.get(name))[:100]
-            raise _fault(folder, f"config.json: {name}={found} is not converted exactly; only {value!r} is")
+            raise _fault(
+                folder, f"config.json: {name}={found} is not converted exactly; only {value!r} is"
+            )
     return {name: given[name] for name in _MOST}
 
 
 def _without_weights(folder: Path, given: Mapping[str, Any]) -> Any:
     """The plain Llama of a checkpoint's configuration, on the meta device."""
     try:
-        config = LlamaConfig(**{name: value for name, value in given.items() if name not in _NOT_A_LLAMAS})
+        config = LlamaConfig(
+            **{name: value for name, value in given.items() if name not in _NOT_A_LLAMAS}
+        )
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever a value that is not a Llama's leads to
@@ -147,10 +169,14 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     if index.is_file():
         listed = read_config(index).get("weight_map")
     if not isinstance(listed, dict):
-        raise _fault(folder, f"{index.name}: weight_map is no list of tensors by name; download it again")
+        raise _fault(
+            folder, f"{index.name}: weight_map is no list of tensors by name; download it again"
+        )
     missing = sorted(set(map(str, listed.values())) - {path.name for path in paths})
     if missing:
-        raise _fault(folder, f"{missing[0][:100]} is missing, which {index.name} lists; download it again")
+        raise _fault(
+            folder, f"{missing[0][:100]} is missing, which {index.name} lists; download it again"
+        )
     for path in paths:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
@@ -158,7 +184,9 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
             raise _fault(folder, f"{path.name}: corrupt ({error}); download it again") from error
         for name in file.keys():  # noqa: SIM118
             if name in files:
-                raise _fault(folder, f"tensor {name[:100]} is in two files; remove the one that is left over")
+                raise _fault(
+                    folder, f"tensor {name[:100]} is in two files; remove the one that is left over"
+                )
             files[name] = file
     return files
 
@@ -174,17 +202,25 @@ def _check_tensors(
         tied = "lm_head.weight"
     for name in files:
         added = _ADDED.fullmatch(name)
-        if added is not None and added[2] in _TENSORS and int(added[1]) < given["num_hidden_layers"]:
+        if (
+            added is not None
+            and added[2] in _TENSORS
+            and int(added[1]) < given["num_hidden_layers"]
+        ):
             found.setdefault(int(added[1]), set()).add(added[2])
         elif name not in base:
-            raise _fault(folder, f"unexpected tensor {name[:100]}; neither Llama nor FlexiDepth's layout has it")
+            raise _fault(
+                folder,
+                f"unexpected tensor {name[:100]}; neither Llama nor FlexiDepth's layout has it",
+            )
     layers = sorted(found)
     if not layers:
         raise _fault(folder, "no layer has a router; is it a plain model?")
     listed = given.get("routing_layers", layers)
     if listed != layers:
         raise _fault(
-            folder, f"config.json: routing_layers={reprlib.repr(listed)}, and {reprlib.repr(layers)} have routers"
+            folder,
+            f"config.json: routing_layers={reprlib.repr(listed)}, and {reprlib.repr(layers)} have routers",
         )
     wanted = [f"model.layers.{layer}.{part}" for layer in layers for part in _TENSORS]
     for name in (*wanted, *base):
@@ -193,15 +229,29 @@ def _check_tensors(
     entry = {name: files[name].get_slice(name) for name in files}
     first = f"model.layers.{layers[0]}"
     narrow, branch = (
-        entry[f"{first}.{name}"].get_shape() for name in ("router.router_norm.weight", "router_proj.down_proj.weight")
+        entry[f"{first}.{name}"].get_shape()
+        for name in ("router.router_norm.weight", "router_proj.down_proj.weight")
     )
-    letters = {"d": int(given["hidden_size"]), "1": 1, "b": (narrow or [0])[0], "r": (branch or [0])[0]}
-    shapes = base | {name: tuple(letters[letter] for letter in _TENSORS[name.split(".", 3)[3]][2]) for name in wanted}
+    letters = {
+        "d": int(given["hidden_size"]),
+        "1": 1,
+        "b": (narrow or [0])[0],
+        "r": (branch or [0])[0],
+    }
+    shapes = base | {
+        name: tuple(letters[letter] for letter in _TENSORS[name.split(".", 3)[3]][2])
+        for name in wanted
+    }
     for name, part in entry.items():
         if tuple(part.get_shape()) != shapes[name]:
-            raise _fault(folder, f"tensor {name} has shape {part.get_shape()}, not {list(shapes[name])}")
+            raise _fault(
+                folder, f"tensor {name} has shape {part.get_shape()}, not {list(shapes[name])}"
+            )
         if part.get_dtype() not in _FLOATS:
-            raise _fault(folder, f"tensor {name} has dtype {part.get_dtype()}; use one of: {', '.join(_FLOATS)}")
+            raise _fault(
+                folder,
+                f"tensor {name} has dtype {part.get_dtype()}; use one of: {', '.join(_FLOATS)}",
+            )
     return layers, letters
 
 

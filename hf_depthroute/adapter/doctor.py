@@ -80,20 +80,28 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
     static = ""
     if config.static_layers:
         static = f"; static, without one: {config.static_layers}"
-    yield "ok", f"routes {' and '.join(config.targets())} of layers {config.layers} with gate {config.gate}{static}"
+    yield (
+        "ok",
+        f"routes {' and '.join(config.targets())} of layers {config.layers} with gate {config.gate}{static}",
+    )
     sampled = (config.base_architecture or {}).get(SAMPLED, {})
     if not isinstance(sampled, dict):
         yield "fault", f"{CONFIG_NAME}: base_architecture: {SAMPLED} is no list of weights by name"
         return
     if base := config.base_architecture:
-        sizes = ", ".join(f"{name} {value}" for name, value in base.items() if isinstance(value, (str, int)))
+        sizes = ", ".join(
+            f"{name} {value}" for name, value in base.items() if isinstance(value, (str, int))
+        )
         name = config.base_model_name_or_path or "a base without a name"
         yield "ok", f"base: {name} ({sizes}; {len(sampled)} sampled weights)"
         depth = base.get("num_hidden_layers")
         if config.takes_budget() and isinstance(depth, int) and isinstance(config.layers, list):
             yield "ok", f"budget: {budget_words(config, depth)}"
     else:
-        yield "note", "does not say which base it belongs to; a wrong one of the same shape would load"
+        yield (
+            "note",
+            "does not say which base it belongs to; a wrong one of the same shape would load",
+        )
     yield from _examine_weights(folder / WEIGHTS_NAME, config)
     for leftover in sorted(folder.glob(f"{STAGE_PREFIX}*")):
         yield "note", f"{leftover.name}: left by a save that was killed; the next save removes it"
@@ -136,7 +144,9 @@ def _examine_weights(path: Path, config: SavedAdapter) -> Iterator[tuple[str, st
             yield "note", f"not calibrated: {NOT_FITTED}"
 
 
-def _examine_layers(tensors: dict[str, torch.Tensor], config: SavedAdapter) -> Iterator[tuple[str, str]]:
+def _examine_layers(
+    tensors: dict[str, torch.Tensor], config: SavedAdapter
+) -> Iterator[tuple[str, str]]:
     """Every routed layer has to hold the same parts, in the same shapes; a static one has no gate."""
     parts: dict[int, dict[str, Any]] = defaultdict(dict)
     for name, value in tensors.items():
@@ -160,11 +170,17 @@ def _examine_layers(tensors: dict[str, torch.Tensor], config: SavedAdapter) -> I
     for layer in routed:
         missing = sorted((set(first) if layer in gated else ungated) ^ set(parts[layer]))
         if missing or not (parts[layer] or branches[layer]):
-            yield "fault", f"layer {layer} does not hold what the others hold: {', '.join(missing[:3]) or 'nothing'}"
+            yield (
+                "fault",
+                f"layer {layer} does not hold what the others hold: {', '.join(missing[:3]) or 'nothing'}",
+            )
             return
         for part, shape in parts[layer].items():
             if shape != first[part]:
-                yield "fault", f"layer {layer}: {part} has shape {shape}, in layer {gated[0]} it is another"
+                yield (
+                    "fault",
+                    f"layer {layer}: {part} has shape {shape}, in layer {gated[0]} it is another",
+                )
                 return
     width = (config.base_architecture or {}).get("hidden_size")
     if isinstance(width, int) and 0 < width <= 1 << 20:
@@ -175,7 +191,10 @@ def _examine_layers(tensors: dict[str, torch.Tensor], config: SavedAdapter) -> I
     yield "ok", f"{len(gated)} layers with {' or '.join(map(str, counts))} tensors each"
     if len(gated) < len(routed):
         counts = sorted({len(ungated) + len(branches[layer]) for layer in set(routed) - set(gated)})
-        yield "ok", f"{len(routed) - len(gated)} static layers with {' or '.join(map(str, counts))} tensors each"
+        yield (
+            "ok",
+            f"{len(routed) - len(gated)} static layers with {' or '.join(map(str, counts))} tensors each",
+        )
     if config.has_memory:
         yield from _examine_slots(tensors)
 
@@ -191,7 +210,9 @@ def _examine_slots(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]
     yield "ok", f"memory: slots that training has reached: {said}"
 
 
-def _examine_parts(shapes: dict[str, tuple[int, ...]], config: SavedAdapter, width: int) -> Iterator[tuple[str, str]]:
+def _examine_parts(
+    shapes: dict[str, tuple[int, ...]], config: SavedAdapter, width: int
+) -> Iterator[tuple[str, str]]:
     """Whether a layer holds the gate and the memory that the config names, in the sizes that it names."""
     with torch.device("meta"):
         gate, wider = (GATES[config.gate](width, config, scores).state_dict() for scores in (1, 2))
@@ -209,8 +230,13 @@ def _examine_parts(shapes: dict[str, tuple[int, ...]], config: SavedAdapter, wid
                 there = "is missing"
             else:
                 there = "is not of it"
-            yield "fault", f"gate {config.gate!r}: {name} {there}; config and weights do not belong together"
-        elif held[name] != wanted[name] and not (TARGETS[config.target].per_pair and name in per_expert):
+            yield (
+                "fault",
+                f"gate {config.gate!r}: {name} {there}; config and weights do not belong together",
+            )
+        elif held[name] != wanted[name] and not (
+            TARGETS[config.target].per_pair and name in per_expert
+        ):
             yield "fault", f"{name} has shape {held[name]}, the config says {wanted[name]}"
 
 
@@ -222,13 +248,22 @@ def _examine_branch(
     rank = config.rank_of(layer)
     up = shapes.get("branch.up.weight")
     if bool(shapes) != (branch != "none"):
-        yield "fault", f"layer {layer}: branch={branch!r}, and the weights hold {'one' if shapes else 'none'}"
+        yield (
+            "fault",
+            f"layer {layer}: branch={branch!r}, and the weights hold {'one' if shapes else 'none'}",
+        )
     elif branch == "neurons":
         chosen = shapes.get("branch.neurons")
         down = shapes.get("branch.down.weight")
         if chosen != (rank,) or down != (width, rank):
-            yield "fault", f"layer {layer}: the branch has {chosen} neurons and an output {down}, not {rank} neurons"
+            yield (
+                "fault",
+                f"layer {layer}: the branch has {chosen} neurons and an output {down}, not {rank} neurons",
+            )
     elif shapes and up != (rank, width):
         yield "fault", f"layer {layer}: the branch has shape {up}, not ({rank}, {width})"
     elif shapes.get("branch.gate.weight") != ((rank, width) if branch == "swiglu" else None):
-        yield "fault", f"layer {layer}: branch={branch!r}, and its gate has shape {shapes.get('branch.gate.weight')}"
+        yield (
+            "fault",
+            f"layer {layer}: branch={branch!r}, and its gate has shape {shapes.get('branch.gate.weight')}",
+        )

@@ -48,7 +48,9 @@ def read_config(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise AdapterMismatchError(f"{path}: field {key[:100]!r} is there twice; remove one")
+                raise AdapterMismatchError(
+                    f"{path}: field {key[:100]!r} is there twice; remove one"
+                )
             found[key] = value
         return found
 
@@ -60,7 +62,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         text = read_file(path, MAX_CONFIG_BYTES).decode("utf-8")
         if nests_deeper(text, _MAX_DEPTH):
-            raise AdapterMismatchError(f"{path}: nested more than {_MAX_DEPTH} deep; no adapter config is")
+            raise AdapterMismatchError(
+                f"{path}: nested more than {_MAX_DEPTH} deep; no adapter config is"
+            )
         found = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except AdapterMismatchError:
         raise
@@ -69,7 +73,9 @@ def read_config(path: Path) -> dict[str, Any]:
     except RefusedFileError as error:
         raise AdapterMismatchError(str(error)) from error
     except ValueError as error:
-        raise AdapterMismatchError(f"{path} is corrupt, not JSON ({error}); download or copy it again") from error
+        raise AdapterMismatchError(
+            f"{path} is corrupt, not JSON ({error}); download or copy it again"
+        ) from error
     if not isinstance(found, dict):
         raise AdapterMismatchError(f"{path}: holds no JSON object; is it an adapter config?")
     return found
@@ -97,7 +103,9 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         if (folder / "adapter_model.bin").is_file():
-            raise AdapterMismatchError(f"{folder}: adapter_model.bin is a pickle; only safetensors are read")
+            raise AdapterMismatchError(
+                f"{folder}: adapter_model.bin is a pickle; only safetensors are read"
+            )
         return
     tensors = read_tensors(path, config)
     _check_hash(path, tensors, config)
@@ -144,10 +152,14 @@ def _checked(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Any, dict[
         with path.open("rb") as raw:
             size = int.from_bytes(raw.read(8), "little")
         if size > MAX_HEADER_BYTES:
-            raise AdapterMismatchError(f"{path}: corrupt, or no adapter: its header says that it has {size:,} bytes")
+            raise AdapterMismatchError(
+                f"{path}: corrupt, or no adapter: its header says that it has {size:,} bytes"
+            )
         with safe_open(path, framework="pt") as file:
             parts = {name: file.get_slice(name) for name in list(file.keys())}
-            header = {name: Entry(part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+            header = {
+                name: Entry(part.get_dtype(), part.get_shape()) for name, part in parts.items()
+            }
             if fault := fault_of_header(header, config):
                 raise AdapterMismatchError(f"{path}: {fault}")
             yield file, header
@@ -162,7 +174,9 @@ def _checked(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Any, dict[
 def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
     """`sha256:...` over names, dtypes, shapes and bytes, whatever the order and PEFT's prefix of the names."""
     digest = hashlib.sha256()
-    for name, value in sorted((name.removeprefix(WRAPPER), value) for name, value in tensors.items()):
+    for name, value in sorted(
+        (name.removeprefix(WRAPPER), value) for name, value in tensors.items()
+    ):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)

@@ -27,7 +27,9 @@ from ..routing.stack import RoutedStack
 
 Forward = Callable[..., Any]
 
-_handed_down: ContextVar[ForwardContext | None] = ContextVar("depth_route_handed_down", default=None)
+_handed_down: ContextVar[ForwardContext | None] = ContextVar(
+    "depth_route_handed_down", default=None
+)
 
 
 def enter(stack: Stack) -> None:
@@ -92,7 +94,9 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     steps: Mapping[nn.Module, Step] | None = None
     tails = {config.last_in_full for config in active.values() if config.phases == "prefill"}
     if len(tails) > 1:
-        raise ConfigError(f"adapters that are active together need one prompt_tail, not {sorted(tails)}")
+        raise ConfigError(
+            f"adapters that are active together need one prompt_tail, not {sorted(tails)}"
+        )
     tail = max(tails, default=0)
     in_full = stack.state.settings.in_full
     if tail > 0 and in_full is not None:
@@ -113,10 +117,14 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return args, {**kwargs, CONTEXT: context}
 
 
-def _of_shape(in_full: torch.Tensor, inputs: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+def _of_shape(
+    in_full: torch.Tensor, inputs: torch.Tensor, real: torch.Tensor | None
+) -> torch.Tensor:
     """The real tokens among those that a caller runs in full, bool `[B, T]` on the input's device."""
     if in_full.shape != inputs.shape[:2]:
-        raise ValueError(f"in_full has shape {tuple(in_full.shape)}, the input {tuple(inputs.shape[:2])}")
+        raise ValueError(
+            f"in_full has shape {tuple(in_full.shape)}, the input {tuple(inputs.shape[:2])}"
+        )
     in_full = in_full.to(inputs.device)
     return in_full if real is None else in_full & real
 
@@ -126,11 +134,15 @@ def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return args, {**kwargs, CONTEXT: _handed_down.get()}
 
 
-def _splits_a_packed_row(active: dict[Routing, DepthRouteConfig], inputs: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+def _splits_a_packed_row(
+    active: dict[Routing, DepthRouteConfig], inputs: torch.Tensor, kwargs: dict[str, Any]
+) -> bool:
     """Whether a layer would decide about a row as one sequence that holds several."""
     told = is_paged(kwargs) or kwargs.get("cu_seq_lens_q") is not None
     positions = kwargs.get("position_ids")
-    if not told and (positions is None or kwargs.get("attention_mask") is not None or inputs.shape[1] == 1):
+    if not told and (
+        positions is None or kwargs.get("attention_mask") is not None or inputs.shape[1] == 1
+    ):
         return False
     if all(config.granularity == "token" for config in active.values()):
         return False
@@ -144,7 +156,14 @@ def _active(stack: RoutedStack) -> dict[Routing, DepthRouteConfig]:
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    return next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if x is not None), None)
+    return next(
+        (
+            x
+            for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+            if x is not None
+        ),
+        None,
+    )
 
 
 def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -198,7 +217,9 @@ def last_tokens_of(
     return ends if count == 1 else tail_mask(ends, count, token_mask)
 
 
-def _ends_of(inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
+def _ends_of(
+    inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor:
     """The last real token of every sequence, bool `[B, T]`."""
     last = torch.zeros(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     ends, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
@@ -210,13 +231,19 @@ def _ends_of(inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict
     else:
         last[:, -1] = True
     mask = kwargs.get("attention_mask")  # one of two dimensions holds one sequence a row
-    if positions is not None and positions.ndim == 2 and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+    if (
+        positions is not None
+        and positions.ndim == 2
+        and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+    ):
         ends = breaks_of(positions)[:, 1:]
         last[:, :-1] |= ends if token_mask is None else ends & token_mask[:, :-1]
     return last
 
 
-def token_ids_of(inputs: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def token_ids_of(
+    inputs: torch.Tensor, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The token ids of a call of the decoder stack, `[B, T]`, and where in them a document starts, bool `[B, T]`.
 
     One starts where `document_starts` or `cu_seq_lens_q` says so; None if neither says anything.
@@ -225,7 +252,9 @@ def token_ids_of(inputs: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Te
         ConfigError: The call has no token ids, or is one of continuous batching.
     """
     if inputs.is_floating_point():
-        raise ConfigError("the adapter's memory looks token ids up, and inputs_embeds holds none; pass input_ids")
+        raise ConfigError(
+            "the adapter's memory looks token ids up, and inputs_embeds holds none; pass input_ids"
+        )
     if is_paged(kwargs):
         raise ConfigError(
             "the adapter's memory does not know a request's earlier tokens in continuous batching; generate without it"
@@ -267,7 +296,9 @@ def _set_class(layer: Any, cls: Any) -> None:
     # accelerate keeps the bound forward of the class it found, and leaves it on the instance when its hook is removed.
     # Rebind both, or routing is silently off.
     bound, held = ("_old_forward", "forward"), layer.__dict__
-    stale = [name for name in bound if getattr(held.get(name), "__func__", None) is type(layer).forward]
+    stale = [
+        name for name in bound if getattr(held.get(name), "__func__", None) is type(layer).forward
+    ]
     layer.__class__ = cls
     for name in stale:
         setattr(layer, name, cls.forward.__get__(layer))

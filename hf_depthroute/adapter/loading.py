@@ -27,7 +27,14 @@ from ..files.shown import reason
 from ..files.untrusted import RefusedFileError, read_file
 from ..parts.neurons import NEURONS
 from ..routing.routing import ROUTING, Routing
-from .files import PEFT_TYPE, AdapterMismatchError, check_folder, read_config, read_tensors, tensors_hash
+from .files import (
+    PEFT_TYPE,
+    AdapterMismatchError,
+    check_folder,
+    read_config,
+    read_tensors,
+    tensors_hash,
+)
 from .injection import leave
 from .modules_to_save import key_in_file, unwrap
 from .source import read_whole, settle
@@ -40,7 +47,14 @@ PREFIX = "depth_route_"
 _OWN_KEY = re.compile(rf"\.{ROUTING}\.{PREFIX}[a-z]+\.")
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # one for another
 _SETTINGS = ("budget", "phases", "selection")  # may be others than when the adapter was saved
-_SEEN_IN_TENSORS = ("layers", "static_layers", "branch_rank", "rank_pattern", "gate_hidden", "modules_to_save")
+_SEEN_IN_TENSORS = (
+    "layers",
+    "static_layers",
+    "branch_rank",
+    "rank_pattern",
+    "gate_hidden",
+    "modules_to_save",
+)
 # The static method with which transformers reads an adapter file.
 _READER = "_load_pretrained_model"
 # The second group is empty where the method cannot be told: spelt with escapes, or with long gaps.
@@ -48,7 +62,9 @@ _METHOD = re.compile(rb'"peft_type"(\s{0,99}:\s{0,99}"([A-Z0-9_]{1,99})")?|\\u00
 _MAX_BYTES_OF_OTHERS = 1 << 26  # of the config of another method
 
 
-def own_tensors(state_dict: Mapping[str, torch.Tensor], adapter_name: str) -> dict[str, torch.Tensor]:
+def own_tensors(
+    state_dict: Mapping[str, torch.Tensor], adapter_name: str
+) -> dict[str, torch.Tensor]:
     """The entries of a model's state dict that belong to adapter `adapter_name`."""
     mine = re.compile(rf"{_OWN_KEY.pattern}{re.escape(adapter_name)}\.")
     return {key: value for key, value in state_dict.items() if mine.search(key)}
@@ -73,12 +89,17 @@ def match_tensors(
     """
     # Copies: what is checked is what is loaded, even if the file is written to meanwhile.
     state_dict = {key: value.detach().clone() for key, value in state_dict.items()}
-    given = {key_in_file(key.removeprefix(WRAPPER), adapter_name): value for key, value in state_dict.items()}
+    given = {
+        key_in_file(key.removeprefix(WRAPPER), adapter_name): value
+        for key, value in state_dict.items()
+    }
     held = model.state_dict()
     copies = {key: value for key, value in held.items() if key_in_file(key, adapter_name) != key}
     matched = {}
     for key, expected in (own_tensors(held, adapter_name) | copies).items():
-        bare = (without_adapter_name(key, adapter_name) or key_in_file(key, adapter_name)).removeprefix(WRAPPER)
+        bare = (
+            without_adapter_name(key, adapter_name) or key_in_file(key, adapter_name)
+        ).removeprefix(WRAPPER)
         value = given.pop(bare, None)
         if value is None:
             fault = "is missing"
@@ -86,9 +107,13 @@ def match_tensors(
             fault = f"has shape {tuple(value.shape)}, expected {tuple(expected.shape)}"
         elif value.dtype != expected.dtype and not {value.dtype, expected.dtype} <= _FLOATS:
             fault = f"has dtype {value.dtype}, expected {expected.dtype}"
-        elif wrong := fault_of_values(bare, value) or fault_of_values(bare, value.to(expected.dtype)):
+        elif wrong := fault_of_values(bare, value) or fault_of_values(
+            bare, value.to(expected.dtype)
+        ):
             fault = wrong
-        elif key.endswith(NEURONS) and not cast(Any, model.get_submodule(key.rpartition(".")[0])).has(value):
+        elif key.endswith(NEURONS) and not cast(
+            Any, model.get_submodule(key.rpartition(".")[0])
+        ).has(value):
             fault = "holds neurons that the base's FFN does not have; is it another base's adapter?"
         else:
             matched[key] = value
@@ -161,11 +186,17 @@ def unguard(model: nn.Module) -> None:
 
 
 def _read_strictly(
-    model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
+    model: PreTrainedModel,
+    state_dict: Any,
+    checkpoint_files: list[str] | None,
+    load_config: Any,
+    **kwargs: Any,
 ) -> Any:
     # transformers renames `depth_route_*` to `depth_route_*.<name>` where the load is for a routed adapter.
     mapping = load_config.weight_mapping or ()
-    ours = [entry for entry in mapping if any(PREFIX in pattern for pattern in entry.source_patterns)]
+    ours = [
+        entry for entry in mapping if any(PREFIX in pattern for pattern in entry.source_patterns)
+    ]
     if ours:
         name = ours[0].target_patterns[0].removeprefix(r"\1.")
         config: Any = model.peft_config[name]
@@ -184,8 +215,14 @@ def _kept_in_place(model: nn.Module, device_map: Mapping[str, Any] | None) -> di
 
     Otherwise the parts of a layer on disk would be left at their first values: nothing would fetch them from there.
     """
-    parts = {name: routing for name, routing in model.named_modules() if isinstance(routing, Routing)}
-    places = {name: next(routing.parameters()).device for name, routing in parts.items() if [*routing.parameters()]}
+    parts = {
+        name: routing for name, routing in model.named_modules() if isinstance(routing, Routing)
+    }
+    places = {
+        name: next(routing.parameters()).device
+        for name, routing in parts.items()
+        if [*routing.parameters()]
+    }
     return {**(device_map or {}), **places}
 
 
@@ -210,7 +247,9 @@ def unchanged_on_error(model: nn.Module, adapter_name: str = "default") -> Itera
         raise
 
 
-def restoring(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
+def restoring(
+    function: Callable[Concatenate[nn.Module, P], R],
+) -> Callable[Concatenate[nn.Module, P], R]:
     """`function` in `unchanged_on_error` of its first argument, a model."""
 
     @functools.wraps(function)
@@ -223,7 +262,9 @@ def restoring(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Conc
 
 def has_adapter(model: nn.Module, adapter_name: str) -> bool:
     """Whether a routed adapter of that name is in `model`."""
-    return any(isinstance(m, Routing) and adapter_name in m.depth_route_gate for m in model.modules())
+    return any(
+        isinstance(m, Routing) and adapter_name in m.depth_route_gate for m in model.modules()
+    )
 
 
 def from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> Any:

@@ -18,7 +18,9 @@ from ..routing.routing import Routing
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 
 
-def check_modules_to_save(model: nn.Module, layers: Iterable[nn.Module], names: Iterable[str]) -> None:
+def check_modules_to_save(
+    model: nn.Module, layers: Iterable[nn.Module], names: Iterable[str]
+) -> None:
     """Raise `ConfigError` unless every name means at least one module, and none that holds a decoder layer."""
     layers = set(layers)
     for name in names:
@@ -27,18 +29,26 @@ def check_modules_to_save(model: nn.Module, layers: Iterable[nn.Module], names: 
             raise ConfigError(f"modules_to_save: the model has no module {name!r}")
         for path, module in matched.items():
             if isinstance(module, _CONTAINERS) or not layers.isdisjoint(module.modules()):
-                raise ConfigError(f"modules_to_save: {name!r} means {path}, which cannot be copied; name parts of it")
+                raise ConfigError(
+                    f"modules_to_save: {name!r} means {path}, which cannot be copied; name parts of it"
+                )
 
 
 def matching(model: nn.Module, name: str) -> dict[str, nn.Module]:
     """The base's modules whose names end with `name`, by name: no part of a router, such as a gate's `score`."""
     routings = [path for path, module in model.named_modules() if isinstance(module, Routing)]
     inside = tuple(f"{path}." for path in routings)
-    found = {path: module for path, module in model.named_modules(remove_duplicate=False) if path.endswith(name)}
+    found = {
+        path: module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if path.endswith(name)
+    }
     return {path: module for path, module in found.items() if not path.startswith(inside)}
 
 
-def copy_modules(model: nn.Module, config: DepthRouteConfig, adapter_name: str, active: bool) -> None:
+def copy_modules(
+    model: nn.Module, config: DepthRouteConfig, adapter_name: str, active: bool
+) -> None:
     """Give adapter `adapter_name` its copies, as PEFT's `set_additional_trainable_modules` does.
 
     PEFT would copy a gate's `score` too, where the head of a classifier is called so.
@@ -51,7 +61,9 @@ def copy_modules(model: nn.Module, config: DepthRouteConfig, adapter_name: str, 
                 module.set_adapter(module.active_adapters, inference_mode=config.inference_mode)
             else:
                 wrapper = ModulesToSaveWrapper(module, adapter_name)
-                wrapper.set_adapter(adapter_name if active else [], inference_mode=config.inference_mode)
+                wrapper.set_adapter(
+                    adapter_name if active else [], inference_mode=config.inference_mode
+                )
                 setattr(model.get_submodule(parent), child, wrapper)
 
 
@@ -59,7 +71,9 @@ def set_copies(model: nn.Module, routed: set[str], active: list[str], inference_
     """Use the copies of the `active` ones of the `routed` adapters; what holds none of theirs is another method's."""
     for module in model.modules():
         if isinstance(module, AuxiliaryTrainingWrapper) and not routed.isdisjoint(module._adapters):
-            module.set_adapter([name for name in active if name in module._adapters], inference_mode=inference_mode)
+            module.set_adapter(
+                [name for name in active if name in module._adapters], inference_mode=inference_mode
+            )
 
 
 def key_in_file(key: str, adapter_name: str) -> str:
@@ -74,6 +88,8 @@ def unwrap(model: nn.Module, adapter_name: str) -> None:
             if not isinstance(child, AuxiliaryTrainingWrapper):
                 continue
             wrapper: Any = child
-            wrapper.delete_adapter(adapter_name, [name for name in wrapper.active_adapters if name != adapter_name])
+            wrapper.delete_adapter(
+                adapter_name, [name for name in wrapper.active_adapters if name != adapter_name]
+            )
             if not wrapper._adapters:
                 setattr(parent, child_name, wrapper.original_module)

@@ -92,7 +92,13 @@ def _print_trainable_parameters(count: Any, self: Any) -> None:
 
 
 def _init_tuner(
-    start: Any, self: Any, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any
+    start: Any,
+    self: Any,
+    model: Any,
+    peft_config: Any,
+    adapter_name: str,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     if isinstance(peft_config, dict):
         config = peft_config.get(adapter_name)
@@ -115,7 +121,13 @@ def _init_tuner(
 
 
 def _from_pretrained(
-    make: Any, cls: Any, model: Any, model_id: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
+    make: Any,
+    cls: Any,
+    model: Any,
+    model_id: Any,
+    adapter_name: str = "default",
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     def read() -> Any:
         with _kept_where_it_is(model, model_id, kwargs):
@@ -124,7 +136,9 @@ def _from_pretrained(
     return _loaded(read, model, adapter_name, model_id, kwargs)
 
 
-def _load_adapter(load: Any, self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+def _load_adapter(
+    load: Any, self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
     # None while `from_pretrained` loads: the adapter has just been injected for this.
     config = None
     if current_load() is None:
@@ -138,7 +152,9 @@ def _load_adapter(load: Any, self: Any, model_id: Any, adapter_name: str, *args:
         with _kept_where_it_is(base, model_id, kwargs):
             if not isinstance(config, DepthRouteConfig):
                 return load(self, model_id, adapter_name, *args, **kwargs)
-            config.weights_hash = _check_reload(model_id, config, base, self._split_kwargs(kwargs)[0])
+            config.weights_hash = _check_reload(
+                model_id, config, base, self._split_kwargs(kwargs)[0]
+            )
             try:
                 return load(self, model_id, adapter_name, *args, **kwargs)
             finally:
@@ -148,18 +164,35 @@ def _load_adapter(load: Any, self: Any, model_id: Any, adapter_name: str, *args:
 
 
 def _load_natively(
-    load: Any, self: Any, peft_model_id: Any = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
+    load: Any,
+    self: Any,
+    peft_model_id: Any = None,
+    adapter_name: str | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if adapter_name is None:
         name = "default"
     else:
         name = adapter_name
-    asked = (kwargs.get("adapter_kwargs"), getattr(kwargs.get("load_config"), "download_kwargs", None), kwargs)
+    asked = (
+        kwargs.get("adapter_kwargs"),
+        getattr(kwargs.get("load_config"), "download_kwargs", None),
+        kwargs,
+    )
     hub = {key: value for part in asked for key, value in (part or {}).items()}
-    return _loaded(partial(load, self, peft_model_id, adapter_name, *args, **kwargs), self, name, peft_model_id, hub)
+    return _loaded(
+        partial(load, self, peft_model_id, adapter_name, *args, **kwargs),
+        self,
+        name,
+        peft_model_id,
+        hub,
+    )
 
 
-def _loaded(read: Callable[[], Any], model: Any, adapter_name: str, source: Any, hub: Mapping[str, Any]) -> Any:
+def _loaded(
+    read: Callable[[], Any], model: Any, adapter_name: str, source: Any, hub: Mapping[str, Any]
+) -> Any:
     """`read()`, which loads adapter `adapter_name` onto `model`; it is read again where it has been saved meanwhile."""
 
     def undone() -> Any:
@@ -169,11 +202,15 @@ def _loaded(read: Callable[[], Any], model: Any, adapter_name: str, source: Any,
     return read_whole(folder_of(source, hub), undone)
 
 
-def _check_reload(source: Any, config: DepthRouteConfig, base: Any, hub: Mapping[str, Any]) -> str | None:
+def _check_reload(
+    source: Any, config: DepthRouteConfig, base: Any, hub: Mapping[str, Any]
+) -> str | None:
     """The hash of the weights of the adapter in `source`, which is the one in the model, of another moment."""
     saved = PeftConfig.from_pretrained(source, **hub)
     if not isinstance(saved, DepthRouteConfig):
-        raise AdapterMismatchError(f"{source}: is no depth-routed adapter, and the one of that name in the model is")
+        raise AdapterMismatchError(
+            f"{source}: is no depth-routed adapter, and the one of that name in the model is"
+        )
     try:
         check_same(config, saved)
         check_base(base, saved.base_architecture or {})
@@ -233,7 +270,10 @@ def _is_routed(source: Any, kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("config") is not None:
         return isinstance(kwargs["config"], DepthRouteConfig)
     try:
-        return bool(PeftConfig._get_peft_type(source, **{n: kwargs[n] for n in HUB if n in kwargs}) == PEFT_TYPE)
+        return bool(
+            PeftConfig._get_peft_type(source, **{n: kwargs[n] for n in HUB if n in kwargs})
+            == PEFT_TYPE
+        )
     except Exception:  # PEFT looks again, and says what is wrong
         return False
 
@@ -256,7 +296,9 @@ def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
                     f"{source}: {WEIGHTS_NAME} is corrupt or not in safetensors format ({error}); download it again"
                 ) from error
             if isinstance(error, KeyError):  # PEFT looks up the tensors of modules_to_save
-                raise AdapterMismatchError(f"{source}: tensor {error} of modules_to_save is missing") from error
+                raise AdapterMismatchError(
+                    f"{source}: tensor {error} of modules_to_save is missing"
+                ) from error
         raise
 
 
@@ -265,5 +307,7 @@ def _copied_by_routed(model: Any) -> list[str] | None:
     stack = routed_stack(model)
     if stack is None:
         return None
-    configs = [routing.config(name) for routing in stack.routed for name in routing.depth_route_gate]
+    configs = [
+        routing.config(name) for routing in stack.routed for name in routing.depth_route_gate
+    ]
     return next((config.modules_to_save for config in configs if config.modules_to_save), None)

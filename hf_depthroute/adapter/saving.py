@@ -50,7 +50,9 @@ class SaveWarning(UserWarning):
 
 def warn_without_card(path: Path, error: BaseException) -> None:
     """Weights and configuration are saved whatever happens to the other files."""
-    warnings.warn(f"{path}: the model card was not written: {reason(error)}", SaveWarning, stacklevel=4)
+    warnings.warn(
+        f"{path}: the model card was not written: {reason(error)}", SaveWarning, stacklevel=4
+    )
 
 
 def save_whole(
@@ -67,13 +69,19 @@ def save_whole(
         OSError: The disk is full, with the path and what is needed; or another process holds the folder's lock.
         ValueError: `safe_serialization=False`.
     """
-    routed = [c for c in model.peft_config.values() if str(getattr(c.peft_type, "value", c.peft_type)) == PEFT_TYPE]
+    routed = [
+        c
+        for c in model.peft_config.values()
+        if str(getattr(c.peft_type, "value", c.peft_type)) == PEFT_TYPE
+    ]
     folder = Path(save_directory)
     if not routed or not kwargs.get("is_main_process", True) or folder.is_file():
         save(model, save_directory, safe_serialization, *args, **kwargs)
         return
     if not safe_serialization:
-        raise ValueError("depth-routed adapters are saved in safetensors format only; leave safe_serialization=True")
+        raise ValueError(
+            "depth-routed adapters are saved in safetensors format only; leave safe_serialization=True"
+        )
     for config in routed:
         remember_base(model.get_base_model(), config)
     _warn_of_thresholds(model)
@@ -87,8 +95,14 @@ def _warn_of_thresholds(model: Any) -> None:
     """Warn if an adapter is about to be saved whose gates train and whose thresholds were never fitted."""
     for routing in routings_of(model):
         for name, table in routing.depth_route_quantiles.items():
-            trained = any(parameter.requires_grad for parameter in routing.depth_route_gate[name].parameters())
-            if trained and routing.config(name).takes_budget() and not cast(ScoreQuantiles, table).fitted():
+            trained = any(
+                parameter.requires_grad for parameter in routing.depth_route_gate[name].parameters()
+            )
+            if (
+                trained
+                and routing.config(name).takes_budget()
+                and not cast(ScoreQuantiles, table).fitted()
+            ):
                 warnings.warn(f"adapter {name!r} is saved as it is: {NOT_FITTED}", stacklevel=5)
                 return
 
@@ -150,13 +164,19 @@ def _seal(path: Path, weights: Path) -> None:
     """
     content = json.loads(path.read_text(encoding="utf-8"))
     if content.get("peft_type") == PEFT_TYPE and weights.is_file():
-        write_json(path, content | {"weights_hash": tensors_hash(read_tensors(weights, content))}, sort_keys=True)
+        write_json(
+            path,
+            content | {"weights_hash": tensors_hash(read_tensors(weights, content))},
+            sort_keys=True,
+        )
 
 
 def _commit(stage: Path, folder: Path) -> None:
     files = [file for file in sorted(stage.rglob("*")) if file.is_file()]
     first = {WEIGHTS_NAME: 0, CONFIG_NAME: 1}  # a config vouches for what is there already
-    for file in sorted(files, key=lambda file: (file.name not in first, str(file.parent), first.get(file.name))):
+    for file in sorted(
+        files, key=lambda file: (file.name not in first, str(file.parent), first.get(file.name))
+    ):
         target = folder / file.relative_to(stage)
         target.parent.mkdir(parents=True, exist_ok=True)
         try:

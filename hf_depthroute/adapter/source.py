@@ -56,7 +56,9 @@ _LOADING: ContextVar[Loading | None] = ContextVar("_LOADING", default=None)
 
 
 @contextmanager
-def loading_from(model: Any, adapter_name: str, source: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
+def loading_from(
+    model: Any, adapter_name: str, source: Any, kwargs: Mapping[str, Any]
+) -> Iterator[None]:
     """Inside the block, an adapter is being read from files."""
     hub = {name: kwargs[name] for name in HUB if kwargs.get(name) is not None}
     token = _LOADING.set(Loading(model, adapter_name, source, hub))
@@ -145,7 +147,11 @@ def finish(root: Path) -> None:
         with suppress(ValueError, OSError, SafetensorError):
             config = read_config(staged)
             wanted = config.get("weights_hash")
-            if wanted is not None and weights.is_file() and tensors_hash(read_tensors(weights, config)) == wanted:
+            if (
+                wanted is not None
+                and weights.is_file()
+                and tensors_hash(read_tensors(weights, config)) == wanted
+            ):
                 os.replace(staged, place)
 
 
@@ -155,5 +161,7 @@ def _goes_through_link(path: Path, root: Path) -> bool:
 
 def alone_in(folder: Path) -> AbstractContextManager[None]:
     """Inside the block this process is the only writer of `folder`."""
-    busy = OSError(errno.EAGAIN, f"another process has been saving there for {LOCK_SECONDS:.0f} s", str(folder))
+    busy = OSError(
+        errno.EAGAIN, f"another process has been saving there for {LOCK_SECONDS:.0f} s", str(folder)
+    )
     return locked(folder, busy, LOCK_SECONDS)

@@ -57,12 +57,18 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
         own = None
         if len(name) <= _MAX_NAME:
             own = _OWN_NAME.fullmatch(name)
-        if own is None and not any(f"{module}." in name.removeprefix(WRAPPER) for module in saved_modules):
+        if own is None and not any(
+            f"{module}." in name.removeprefix(WRAPPER) for module in saved_modules
+        ):
             return f"unexpected tensor {name[:100]}; no routed adapter has it"
         if own is not None and routed is not None and int(own[1]) not in routed:
             listed = reprlib.repr(sorted(routed))
-            return f"tensor {name} is of a layer that is not routed; the config says layers={listed}"
-        if entry.dtype not in _FLOATS and not (entry.dtype == "I64" and name.endswith((_COUNTER, _NEURONS))):
+            return (
+                f"tensor {name} is of a layer that is not routed; the config says layers={listed}"
+            )
+        if entry.dtype not in _FLOATS and not (
+            entry.dtype == "I64" and name.endswith((_COUNTER, _NEURONS))
+        ):
             return f"tensor {name[:_MAX_NAME]} has dtype {entry.dtype}; use one of: {', '.join(_FLOATS)}"
         layer = None
         if own is not None:
@@ -73,11 +79,15 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
                 where = "modules_to_save"
             else:
                 where = f"layer {layer}"
-            return f"holds more than {found[layer] - 1:,} tensors of {where}; no routed adapter does"
+            return (
+                f"holds more than {found[layer] - 1:,} tensors of {where}; no routed adapter does"
+            )
     return _fault_of_memory(header, config, routed)
 
 
-def _fault_of_memory(header: Mapping[str, Entry], config: Mapping[str, Any], routed: set[Any] | None) -> str | None:
+def _fault_of_memory(
+    header: Mapping[str, Entry], config: Mapping[str, Any], routed: set[Any] | None
+) -> str | None:
     """Why the tables of n-grams are not those that the configuration has room made for."""
     wanted = [config.get("memory_slots"), config.get("memory_width")]
     for name, entry in header.items():
@@ -88,7 +98,11 @@ def _fault_of_memory(header: Mapping[str, Entry], config: Mapping[str, Any], rou
         return None
     if routed is None:
         return "the config does not list its layers, so their tables cannot be compared; save the adapter again"
-    have = {int(own[1]) for name in header if name.endswith(_TABLE) and (own := _OWN_NAME.fullmatch(name))}
+    have = {
+        int(own[1])
+        for name in header
+        if name.endswith(_TABLE) and (own := _OWN_NAME.fullmatch(name))
+    }
     missing = sorted(routed - have, key=str)
     if missing:
         return f"memory.table of layer {missing[0]} is missing; copy both files again"

@@ -48,7 +48,10 @@ after_injection: list[Callable[[DepthRouteConfig], None]] = []
 
 
 def get_depth_routed_model(
-    model: nn.Module, config: DepthRouteConfig | None = None, adapter_name: str = "default", **kwargs: Any
+    model: nn.Module,
+    config: DepthRouteConfig | None = None,
+    adapter_name: str = "default",
+    **kwargs: Any,
 ) -> PeftModel:
     """Inject routers and cheap branches into `model`; only they train.
 
@@ -87,7 +90,9 @@ class DepthRouteModel(BaseTuner):
     prefix = PREFIX
     tuner_layer_cls = Routing
 
-    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
         if isinstance(model, PeftModel):
             raise ConfigError(
                 "the model is wrapped in a PeftModel already; inject into its base: "
@@ -99,14 +104,19 @@ class DepthRouteModel(BaseTuner):
         # Our own reference: another method that is unloaded from the model deletes the model's.
         self.__dict__["peft_config"] = self.peft_config
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
         """Add adapter `adapter_name`. All checks come first; when one fails, `model` is untouched.
 
         With the very configuration that an adapter of the model has, `model.peft_config["default"]`, the new one is a
         copy of it, thresholds included: TRL makes its reference like this, and copies parameters alone.
         """
         config = cast(DepthRouteConfig, self.peft_config[adapter_name])
-        twin = next((name for name, c in self.peft_config.items() if c is config and name != adapter_name), None)
+        twin = next(
+            (name for name, c in self.peft_config.items() if c is config and name != adapter_name),
+            None,
+        )
         try:
             with keeping(model) as stack:
                 if isinstance(config, DepthRouteConfig):
@@ -130,12 +140,18 @@ class DepthRouteModel(BaseTuner):
         self.peft_config[adapter_name] = config  # a copy: the caller's fits other bases too
         config.layers = routed
         config.static_layers = sorted(config.static_layers or ()) or None
-        config.branch_rank = config.branch_rank or default_rank(config, width, getattr(layers[routed[0]], family.ffn))
+        config.branch_rank = config.branch_rank or default_rank(
+            config, width, getattr(layers[routed[0]], family.ffn)
+        )
         for index, branch in (config.branch_pattern or {}).items():
             if branch != config.branch and index not in (config.rank_pattern or {}):
                 rank = default_rank(config, width, getattr(layers[index], family.ffn), index)
-                config.rank_pattern = dict(sorted({**(config.rank_pattern or {}), index: rank}.items()))
-        config.gate_hidden = config.gate_hidden or default_hidden(width, GATES[config.gate].hidden_divisor)
+                config.rank_pattern = dict(
+                    sorted({**(config.rank_pattern or {}), index: rank}.items())
+                )
+        config.gate_hidden = config.gate_hidden or default_hidden(
+            width, GATES[config.gate].hidden_divisor
+        )
         config.base_architecture = describe_base(model)
         if current_load() is None:
             config.weights_hash = None  # of weights that this adapter does not start from
@@ -180,7 +196,11 @@ class DepthRouteModel(BaseTuner):
         for index in cast("list[int]", config.layers):
             layer = layers[index]
             if ROUTING not in layer._modules:
-                setattr(layer, ROUTING, Routing(index, family, layer, self.peft_config, state).train(layer.training))
+                setattr(
+                    layer,
+                    ROUTING,
+                    Routing(index, family, layer, self.peft_config, state).train(layer.training),
+                )
             routing: Routing = getattr(layer, ROUTING)
             routing.peft_configs = self.peft_config
             routing.add_adapter(name, config)
@@ -193,7 +213,9 @@ class DepthRouteModel(BaseTuner):
                 routing.follow(name, routings[-1])
             routings.append(routing)
             self.targeted_module_names.append(f"{index}.{ROUTING}")
-        routed = tuple(cast(Routing, layer._modules[ROUTING]) for layer in layers if ROUTING in layer._modules)
+        routed = tuple(
+            cast(Routing, layer._modules[ROUTING]) for layer in layers if ROUTING in layer._modules
+        )
         RoutedStack(family, stack.decoder, routed, state).keep()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +239,11 @@ class DepthRouteModel(BaseTuner):
         for module in self.model.modules():
             if isinstance(module, Routing):
                 module.set_adapter(names, inference_mode=inference_mode)
-        routed = {name for name, config in self.peft_config.items() if isinstance(config, DepthRouteConfig)}
+        routed = {
+            name
+            for name, config in self.peft_config.items()
+            if isinstance(config, DepthRouteConfig)
+        }
         set_copies(self.model, routed, names, inference_mode)
         self.active_adapter = adapter_name
 
@@ -259,7 +285,11 @@ class DepthRouteModel(BaseTuner):
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
-        cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         """Checkpoint keys to model keys.
 
@@ -285,7 +315,10 @@ def _copy_adapter(model: nn.Module, source: str, name: str) -> None:
     """Give adapter `name` the tensors of `source`, which has the same configuration."""
     for module in model.modules():
         if isinstance(module, Routing):
-            groups = [getattr(module, group) for group in module.adapter_layer_names + module.other_param_names]
+            groups = [
+                getattr(module, group)
+                for group in module.adapter_layer_names + module.other_param_names
+            ]
         else:
             groups = []
             if isinstance(module, ModulesToSaveWrapper):
@@ -304,4 +337,6 @@ def register() -> None:
     """Make PEFT know the method; a second call does nothing."""
     install()
     if register_peft_type() not in PEFT_TYPE_TO_TUNER_MAPPING:
-        register_peft_method(name=PREFIX.rstrip("_"), config_cls=DepthRouteConfig, model_cls=DepthRouteModel)
+        register_peft_method(
+            name=PREFIX.rstrip("_"), config_cls=DepthRouteConfig, model_cls=DepthRouteModel
+        )

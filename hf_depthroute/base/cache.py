@@ -112,18 +112,27 @@ class SkippingLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.keep is not None:
-            self._take(torch.arange(len(self.keep), device=self.keep.device).repeat_interleave(repeats))
+            self._take(
+                torch.arange(len(self.keep), device=self.keep.device).repeat_interleave(repeats)
+            )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._take(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` positions; a positive number is the length to leave."""
-        self.length = min(self.length, tokens_to_remove) if tokens_to_remove > 0 else self.length + tokens_to_remove
+        self.length = (
+            min(self.length, tokens_to_remove)
+            if tokens_to_remove > 0
+            else self.length + tokens_to_remove
+        )
         if self.length == 0:  # the next tokens are a prompt
             self.reset()
         if self.keys is not None and self.values is not None and self.is_initialized:
-            self.keys, self.values = self.keys[..., : self.length, :], self.values[..., : self.length, :]
+            self.keys, self.values = (
+                self.keys[..., : self.length, :],
+                self.values[..., : self.length, :],
+            )
         if self.tokens is not None:
             self.tokens = self.tokens[:, : self.length]
 
@@ -160,7 +169,9 @@ def starts_prompt(kwargs: dict[str, Any], length: int) -> bool:
         return length > 1 and int(kwargs.get("max_length_q", length)) > 1
     layers = getattr(kwargs.get("past_key_values"), "layers", None)
     first = layers[0] if layers else None
-    if first is None or (getattr(first, "keys", None) is None and not isinstance(first, SkippingLayer)):
+    if first is None or (
+        getattr(first, "keys", None) is None and not isinstance(first, SkippingLayer)
+    ):
         return True
     if isinstance(first, DynamicLayer) or first.keys.device.type == "cpu":
         return int(first.get_seq_length()) == 0
@@ -176,7 +187,9 @@ def can_skip(layer: Any) -> bool:
     return empty or isinstance(layer, SkippingLayer)
 
 
-def remember(cache: Any, index: int, keep: torch.Tensor, probs: torch.Tensor, skips_attention: bool) -> None:
+def remember(
+    cache: Any, index: int, keep: torch.Tensor, probs: torch.Tensor, skips_attention: bool
+) -> None:
     """Store the decision of layer `index`, `keep` (bool `[B]`) and `probs` (float32 `[B]`).
 
     With `skips_attention`, a layer that `can_skip` holds the kept sequences only from now on.
@@ -204,7 +217,9 @@ def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
     held, last = layer.tokens, tokens[:, -1:]
     grows = isinstance(layer, DynamicLayer)
     if grows:
-        layer.tokens = tokens if held is None else torch.cat([held.to(tokens.device), tokens], dim=1)
+        layer.tokens = (
+            tokens if held is None else torch.cat([held.to(tokens.device), tokens], dim=1)
+        )
     elif held is not None and held.shape == last.shape:
         held.copy_(last)
         layer.seen.add_(tokens.shape[1])
@@ -242,11 +257,15 @@ def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
 
 def kv_cache_bytes(cache: Any) -> int:
     """Bytes of keys and values that a transformers cache holds."""
-    parts = [part for layer in cache.layers for part in (layer.keys, layer.values) if part is not None]
+    parts = [
+        part for layer in cache.layers for part in (layer.keys, layer.values) if part is not None
+    ]
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def _change_kept(layer: _Keeping | SkippingLayer, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _change_kept(
+    layer: _Keeping | SkippingLayer, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Put `change` of everything that `layer` keeps besides keys and values in its place."""
     for name in _KEPT:
         kept = getattr(layer, name)
@@ -268,7 +287,9 @@ def _keeping_layer(cache: Any, index: int) -> Any:
 @functools.cache
 def _keeping(base: Any) -> Any:
     """The subclass of a cache layer's class that keeps more than keys and values."""
-    return type(base.__name__, (_Keeping, base), {"_layer_type": None, "__module__": base.__module__})
+    return type(
+        base.__name__, (_Keeping, base), {"_layer_type": None, "__module__": base.__module__}
+    )
 
 
 def _empty_layer(base: Any) -> Any:

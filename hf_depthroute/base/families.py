@@ -94,7 +94,9 @@ class Family:
     @property
     def dropouts(self) -> tuple[str, ...]:
         """The dropout modules of a layer; at inference they do nothing, unless something watches them."""
-        return tuple(name for name in (self.attention_dropout, self.ffn_dropout) if name is not None)
+        return tuple(
+            name for name in (self.attention_dropout, self.ffn_dropout) if name is not None
+        )
 
     @property
     def plain(self) -> bool:
@@ -127,25 +129,40 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(queries="rotary_flat_norm"),
     "qwen3_moe": Family(queries="rotary_head_norm"),
     "gpt2": Family(
-        layers="h", attention_norm="ln_1", attention="attn", ffn_norm="ln_2", final_norm="ln_f", queries="fused"
+        layers="h",
+        attention_norm="ln_1",
+        attention="attn",
+        ffn_norm="ln_2",
+        final_norm="ln_f",
+        queries="fused",
     ),
     "apertus": Family(
-        attention_norm="attention_layernorm", ffn_norm="feedforward_layernorm", queries="rotary_head_norm"
+        attention_norm="attention_layernorm",
+        ffn_norm="feedforward_layernorm",
+        queries="rotary_head_norm",
     ),
     "deepseek_v3": Family(),
     "ernie4_5": Family(queries="rotary_pairs"),
     "glm": Family(queries="rotary_pairs"),
-    "granite": Family(queries="rotary", residual_scale="residual_multiplier", logits=("divide", "logits_scaling")),
+    "granite": Family(
+        queries="rotary", residual_scale="residual_multiplier", logits=("divide", "logits_scaling")
+    ),
     "helium": Family(queries="rotary_pairs"),
     "olmo": Family(queries="rotary_clipped"),
-    "phi3": Family(queries="rotary_fused", attention_dropout="resid_attn_dropout", ffn_dropout="resid_mlp_dropout"),
+    "phi3": Family(
+        queries="rotary_fused",
+        attention_dropout="resid_attn_dropout",
+        ffn_dropout="resid_mlp_dropout",
+    ),
     "smollm3": Family(queries="rotary_some"),
     "stablelm": Family(queries="rotary_layernorm", ffn_dropout="dropout"),
     # Sandwich.
     "gemma2": replace(_SANDWICH, queries="rotary_softcap"),
     "gemma3_text": replace(_SANDWICH, queries="rotary_head_norm"),
     "glm4": Family(
-        attention_post_norm="post_self_attn_layernorm", ffn_post_norm="post_mlp_layernorm", queries="rotary_pairs"
+        attention_post_norm="post_self_attn_layernorm",
+        ffn_post_norm="post_mlp_layernorm",
+        queries="rotary_pairs",
     ),
     # Post-norm.
     "exaone4": replace(_POST_NORM, queries="rotary_head_norm_some"),
@@ -182,7 +199,13 @@ FAMILIES: dict[str, Family] = {
 # Model type -> a name for the variant, what the configuration then says, and how the row differs. The first that fits
 # counts.
 VARIANTS: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = {
-    "stablelm": (("parallel", {"use_parallel_residual": True}, {"parallel": True, "ffn_norm": "input_layernorm"}),),
+    "stablelm": (
+        (
+            "parallel",
+            {"use_parallel_residual": True},
+            {"parallel": True, "ffn_norm": "input_layernorm"},
+        ),
+    ),
     "gpt_neox": (("sequential", {"use_parallel_residual": False}, {"parallel": False}),),
     "falcon": (
         (
@@ -200,9 +223,21 @@ VARIANTS: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = {
 
 # Fields of a configuration that may not be set, for all model types or for one, and why.
 REFUSED: tuple[tuple[str | None, str, str], ...] = (
-    (None, "add_cross_attention", "with cross-attention is not supported; use a decoder-only model"),
-    (None, "use_bidirectional_attention", "with bidirectional attention is not supported; routing is causal"),
-    ("falcon", "alibi", "with alibi=True is not supported: its position biases are not handed down by sequence"),
+    (
+        None,
+        "add_cross_attention",
+        "with cross-attention is not supported; use a decoder-only model",
+    ),
+    (
+        None,
+        "use_bidirectional_attention",
+        "with bidirectional attention is not supported; routing is causal",
+    ),
+    (
+        "falcon",
+        "alibi",
+        "with alibi=True is not supported: its position biases are not handed down by sequence",
+    ),
     ("falcon", "hidden_dropout", "with hidden_dropout above 0 is not supported; set it to 0"),
     ("falcon", "attention_dropout", "with attention_dropout above 0 is not supported; set it to 0"),
 )
@@ -221,7 +256,9 @@ def row_of(config: Any) -> Family:
         if getattr(text, "model_type", None) in FAMILIES:
             return row_of(text)
         supported = ", ".join(sorted(FAMILIES))
-        raise UnsupportedModelError(f"model type {model_type!r} is not supported; supported families: {supported}")
+        raise UnsupportedModelError(
+            f"model type {model_type!r} is not supported; supported families: {supported}"
+        )
     for only, field, reason in REFUSED:
         if only in (None, model_type) and field_of(config, field):
             raise UnsupportedModelError(f"{model_type} {reason}")
@@ -262,9 +299,15 @@ def find_decoder(model: nn.Module, family: Family) -> nn.Module:
         UnsupportedModelError: There is none, or more than one.
     """
     lists = [(m, getattr(m, family.layers, None)) for m in model.modules()]
-    found = [m for m, each in lists if isinstance(each, nn.ModuleList) and each and hasattr(each[0], family.ffn)]
+    found = [
+        m
+        for m, each in lists
+        if isinstance(each, nn.ModuleList) and each and hasattr(each[0], family.ffn)
+    ]
     if len(found) > 1:  # of a model of images and text: not the encoder's
-        found = [m for m in found if getattr(getattr(m, "config", None), "model_type", None) in FAMILIES]
+        found = [
+            m for m in found if getattr(getattr(m, "config", None), "model_type", None) in FAMILIES
+        ]
     if len(found) != 1:
         raise UnsupportedModelError(
             f"{type(model).__name__}: expected one stack of decoder layers named {family.layers!r}, found {len(found)}"

@@ -64,7 +64,9 @@ class LMHead:
 
     def token_losses(self, rows_Nd: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         """`token_losses` of the logits of `rows_Nd`, which never exist all at one time."""
-        return torch.cat([token_losses(self(rows), targets) for rows, targets in self.chunks(rows_Nd, targets_N)])
+        return torch.cat(
+            [token_losses(self(rows), targets) for rows, targets in self.chunks(rows_Nd, targets_N)]
+        )
 
 
 def check_head(model: nn.Module, wanted: str) -> None:

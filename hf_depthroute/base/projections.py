@@ -49,7 +49,9 @@ class Projections:
 
     def whole(self, attention: Any) -> bool:
         """Whether queries, keys and values come out of one call of one module, which nothing may pass by."""
-        return self.fused is not None and not is_readable(getattr(attention, self.fused), nn.Linear, Conv1D)
+        return self.fused is not None and not is_readable(
+            getattr(attention, self.fused), nn.Linear, Conv1D
+        )
 
     def outputs(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
         """The output projection and what comes behind it, `[..., H * k] -> [..., d]`."""
@@ -58,10 +60,18 @@ class Projections:
             return x
         return getattr(attention, self.dropout)(x)
 
-    def keys_values(self, attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def keys_values(
+        self, attention: Any, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`[B, T, d] -> [B, T, G, k]` twice, before the rotary embedding; and, where it came with them, the query's."""
-        *queries, keys, values = self.project(attention, x, "qkv" if self.whole(attention) else "kv")
-        return self.heads(attention, keys, "k"), self.heads(attention, values, "v"), next(iter(queries), None)
+        *queries, keys, values = self.project(
+            attention, x, "qkv" if self.whole(attention) else "kv"
+        )
+        return (
+            self.heads(attention, keys, "k"),
+            self.heads(attention, values, "v"),
+            next(iter(queries), None),
+        )
 
 
 def _separate(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
@@ -175,9 +185,13 @@ STYLES: dict[str, Projections] = {
     "rotary_flat_norm": replace(_PLAIN, heads=_flat_norm),
     "rotary_head_norm": _HEAD_NORM,
     # EXAONE 4: every layer of a model without windows; otherwise those with one, and each knows the model's.
-    "rotary_head_norm_some": replace(_HEAD_NORM, rotates=lambda a: a.sliding_window is None or bool(a.is_sliding)),
+    "rotary_head_norm_some": replace(
+        _HEAD_NORM, rotates=lambda a: a.sliding_window is None or bool(a.is_sliding)
+    ),
     "rotary_layernorm": _LAYERNORM,
-    "rotary_layernorm_dense": replace(_LAYERNORM, weights=lambda _: {"q_proj": 1.0, "dense": 1.0}, output="dense"),
+    "rotary_layernorm_dense": replace(
+        _LAYERNORM, weights=lambda _: {"q_proj": 1.0, "dense": 1.0}, output="dense"
+    ),
     "rotary_pairs": _PAIRS,
     "rotary_pairs_norm": replace(_PAIRS, heads=_optional_norm),
     # Cohere 2.

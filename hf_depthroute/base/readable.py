@@ -36,7 +36,11 @@ def is_watched(module: nn.Module) -> bool:
     held = module.__dict__
     if "forward" in held or "_hf_hook" in held or "parametrizations" in module._modules:
         return True
-    if any(getattr(hook, "__module__", "") != RECORDER for name in _HOOKS for hook in held[name].values()):
+    if any(
+        getattr(hook, "__module__", "") != RECORDER
+        for name in _HOOKS
+        for hook in held[name].values()
+    ):
         return True
     return bool(_has_any_global_hook())
 

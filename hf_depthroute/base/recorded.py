@@ -23,7 +23,9 @@ ATTENTIONS = "attentions"
 ROUTER_LOGITS = "router_logits"
 
 
-_kept: ContextVar[list[torch.Tensor | None] | None] = ContextVar("depth_route_attention_weights", default=None)
+_kept: ContextVar[list[torch.Tensor | None] | None] = ContextVar(
+    "depth_route_attention_weights", default=None
+)
 
 
 def records_attention(kwargs: dict[str, Any]) -> bool:
@@ -41,7 +43,9 @@ def is_recorded(*names: str) -> bool:
 def unrecorded(name: str) -> Iterator[None]:
     """In this block `name` is not recorded, everything else is."""
     recorded = output_capturing._active_collector.get() or {}
-    token = output_capturing._active_collector.set({key: kept for key, kept in recorded.items() if key != name})
+    token = output_capturing._active_collector.set(
+        {key: kept for key, kept in recorded.items() if key != name}
+    )
     try:
         yield
     finally:

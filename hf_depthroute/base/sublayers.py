@@ -25,20 +25,30 @@ def norm_of(layer: Any, family: Family, part: str) -> Any:
     return getattr(layer, name)
 
 
-def attention_update(layer: Any, family: Family, normed: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+def attention_update(
+    layer: Any, family: Family, normed: torch.Tensor, kwargs: Kwargs
+) -> torch.Tensor:
     """The attention's update of the stream, `[B, T, d]`, from its normed input."""
     return behind(layer, family, "attention", getattr(layer, family.attention)(normed, **kwargs)[0])
 
 
-def attended(layer: Any, family: Family, target: torch.Tensor, read: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+def attended(
+    layer: Any, family: Family, target: torch.Tensor, read: torch.Tensor, kwargs: Kwargs
+) -> torch.Tensor:
     """`target` and the attention's update from the stream `read`, `[B, T, d]`."""
-    return target + attention_update(layer, family, norm_of(layer, family, "attention")(read), kwargs)
+    return target + attention_update(
+        layer, family, norm_of(layer, family, "attention")(read), kwargs
+    )
 
 
 def ffn_map(layer: Any, family: Family) -> Any:
     """From what the FFN reads to what it adds to the stream: `[..., n, d] -> [..., n, d]`."""
     ffn = getattr(layer, family.ffn)
-    if family.ffn_post_norm is None and family.ffn_dropout is None and family.residual_scale is None:
+    if (
+        family.ffn_post_norm is None
+        and family.ffn_dropout is None
+        and family.residual_scale is None
+    ):
         return ffn
     return lambda x: behind(layer, family, "ffn", ffn(x))
 

@@ -49,7 +49,9 @@ class Case:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if any(check_budget(budget) == 1.0 for budget in self.budgets):
-            raise ValueError(f"budgets={list(self.budgets)}: give numbers in (0, 1); budget 1 is always measured")
+            raise ValueError(
+                f"budgets={list(self.budgets)}: give numbers in (0, 1); budget 1 is always measured"
+            )
         if self.baselines is not None:
             check_modes(self.baselines, torch.device("cpu"))
 
@@ -67,7 +69,12 @@ class Case:
     def pass_sizes(self) -> dict[str, Any]:
         """The sizes of one timed forward pass, as `count_flops` takes them; in decode the middle one's."""
         if self.decoded:
-            return {"batch": self.batch, "length": 1, "cached": self.length + self.steps // 2, "logits": 1}
+            return {
+                "batch": self.batch,
+                "length": 1,
+                "cached": self.length + self.steps // 2,
+                "logits": 1,
+            }
         kept = 1
         if self.logits == "all":
             kept = self.length

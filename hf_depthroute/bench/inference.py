@@ -92,13 +92,18 @@ class _Runs:
 
     def shares(self, budget: float) -> Mapping[int, tuple[float, float]]:
         """The shares that ran, from `PassCounter.shares`."""
-        with self._ready(budget_name(budget), "eager") as (run, rewind), count_passes(self.variants.model) as counter:
+        with (
+            self._ready(budget_name(budget), "eager") as (run, rewind),
+            count_passes(self.variants.model) as counter,
+        ):
             run()
             rewind()
         return counter.shares()
 
     @contextmanager
-    def _ready(self, name: str, mode: str) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    def _ready(
+        self, name: str, mode: str
+    ) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
         """A function that runs the case, and one that brings the cache back to where it started."""
         with self.variants.using(name) as model:
             call = as_run(model, mode)
@@ -106,7 +111,9 @@ class _Runs:
             start = 0
             if self.case.decoded:
                 start = self.case.length
-            tokens = self.input_ids[:, start:].split(1 if self.case.decoded else self.case.length, dim=1)
+            tokens = self.input_ids[:, start:].split(
+                1 if self.case.decoded else self.case.length, dim=1
+            )
             kept = self.case.pass_sizes()["logits"]
 
             def run() -> None:
@@ -130,7 +137,10 @@ class _Runs:
         if not self.case.decoded and mode == "eager":
             return None
         # Every variant decodes from the same keys and values, unless the cache holds decisions of one variant.
-        key = (name if self.variants.keeps_sequences() else None, "eager" if mode == "eager" else "static")
+        key = (
+            name if self.variants.keeps_sequences() else None,
+            "eager" if mode == "eager" else "static",
+        )
         if key not in self._caches:
             cache = new_cache(model, mode, self.input_ids.shape[1])
             fill_cache(model, cache, self.input_ids[:, : self.case.length])
@@ -150,7 +160,9 @@ class Times:
         dense: The dense model in its fastest mode.
     """
 
-    def __init__(self, variants: Variants, case: Case, modes: Sequence[str], samples: Samples[Key]) -> None:
+    def __init__(
+        self, variants: Variants, case: Case, modes: Sequence[str], samples: Samples[Key]
+    ) -> None:
         self.variants = variants
         self.case = case
         self.samples = samples
@@ -187,7 +199,10 @@ class Times:
             "tokens_per_s": self.tokens_per_s(key),
         }
         if len(self._modes) > 1:
-            row["modes"] = {mode: round(self.samples.ratio((name, mode), self.dense).value, 4) for mode in self._modes}
+            row["modes"] = {
+                mode: round(self.samples.ratio((name, mode), self.dense).value, 4)
+                for mode in self._modes
+            }
         return row
 
     def of_dense(self) -> dict[str, Any]:

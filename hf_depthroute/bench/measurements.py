@@ -27,7 +27,9 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict) or not ("measurements" in content or any(part in content for part in Case.KINDS)):
+    if not isinstance(content, dict) or not (
+        "measurements" in content or any(part in content for part in Case.KINDS)
+    ):
         raise ValueError(f"{path}: not a result of hf-depthroute bench")
     return content
 
@@ -39,7 +41,10 @@ def measurements(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for part in (part for part in Case.KINDS if part in result):
         setting = result["setting"]
-        sizes = {"batch": setting["decode_batch" if part == "decode" else "batch"], "length": setting["length"]}
+        sizes = {
+            "batch": setting["decode_batch" if part == "decode" else "batch"],
+            "length": setting["length"],
+        }
         sizes = {name: result[part].get(name, size) for name, size in sizes.items()}
         steps = 1
         if part == "decode":
@@ -67,7 +72,9 @@ def as_single(result: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, 
         if "error" in measured:
             raise MemoryError(measured["label"])
         of_all = {"case", "label", "setting", "adapter_dtype"}
-        single[measured["case"]] = {key: value for key, value in measured.items() if key not in of_all}
+        single[measured["case"]] = {
+            key: value for key, value in measured.items() if key not in of_all
+        }
         single["setting"] = measured["setting"] | {"adapter_dtype": measured["adapter_dtype"]}
     single["setting"] |= sizes
     return single
@@ -130,10 +137,16 @@ class Comparison:
 
 def compare_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> Comparison:
     """Compare two results of `bench` or `run_cases`. Measurements are matched by their labels."""
-    before, after = ({m["label"]: dict(_figures(m)) for m in measurements(result)} for result in (old, new))
+    before, after = (
+        {m["label"]: dict(_figures(m)) for m in measurements(result)} for result in (old, new)
+    )
     was = old.get("machine", {})
     now = new.get("machine", {})
-    names = [name for name in dict.fromkeys((*was, *now)) if name != "load_before" and was.get(name) != now.get(name)]
+    names = [
+        name
+        for name in dict.fromkeys((*was, *now))
+        if name != "load_before" and was.get(name) != now.get(name)
+    ]
     notes = [f"machine: {name} {was.get(name)} -> {now.get(name)}" for name in names]
     notes += [f"only in the old result: {label}" for label in before if label not in after]
     notes += [f"only in the new result: {label}" for label in after if label not in before]
@@ -160,7 +173,9 @@ def _change(label: str, figure: str, old: Figure, new: Figure) -> Change:
         verdict = "lower"
     else:
         verdict = "higher"
-    return Change(label, figure, before, after, noise, after / before if before else math.nan, verdict)
+    return Change(
+        label, figure, before, after, noise, after / before if before else math.nan, verdict
+    )
 
 
 def _figures(m: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
@@ -172,7 +187,11 @@ def _figures(m: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
         yield "dense ms", (m["dense_ms"], None if relative is None else relative * m["dense_ms"])
         for name, row in m.get("overheads", {}).items():
             yield f"{name} / dense", (row["ratio"], row["ratio_error"])
-        for kind, rows in (("budget", m["budgets"]), ("masked", m.get("masked", {})), ("tuned", m.get("tuned", {}))):
+        for kind, rows in (
+            ("budget", m["budgets"]),
+            ("masked", m.get("masked", {})),
+            ("tuned", m.get("tuned", {})),
+        ):
             for budget, row in rows.items():
                 yield f"{kind} {budget} / dense", (row["ratio"], row.get("ratio_error"))
     elif m["case"] == "memory":

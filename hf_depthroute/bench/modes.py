@@ -31,7 +31,9 @@ def check_modes(names: Sequence[str] | None, device: torch.device) -> tuple[str,
         return ("eager",)
     unknown = [name for name in names if name not in MODES]
     if unknown or not names:
-        raise ValueError(f"baseline {', '.join(unknown) or 'missing'}: use some of: {', '.join(MODES)}")
+        raise ValueError(
+            f"baseline {', '.join(unknown) or 'missing'}: use some of: {', '.join(MODES)}"
+        )
     return tuple(name for name in MODES if name in names)
 
 

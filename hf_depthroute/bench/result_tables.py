@@ -17,14 +17,19 @@ def tables(result: Mapping[str, Any], others: Makers | None = None) -> list[list
     """The rows of a table per kind of case that the result has; `others` make the rows of more kinds."""
     found = [m for m in measurements(result) if "error" not in m]
     makers: Makers = {_times: TIMED, _overheads: TIMED, **(others or {})}
-    made = [[row for m in found if m["case"] in cases for row in make(m)] for make, cases in makers.items()]
+    made = [
+        [row for m in found if m["case"] in cases for row in make(m)]
+        for make, cases in makers.items()
+    ]
     return [rows for rows in made if rows]
 
 
 def brief(rows: Sequence[Row]) -> list[Row]:
     """A table without the modes where all ran alike: narrow enough for a terminal."""
     alike = {row.get("modes", "") for row in rows} <= _PLAIN
-    return [{name: cell for name, cell in row.items() if name != "modes" or not alike} for row in rows]
+    return [
+        {name: cell for name, cell in row.items() if name != "modes" or not alike} for row in rows
+    ]
 
 
 def comparison_table(comparison: Comparison) -> list[Row]:

@@ -38,7 +38,9 @@ class Given:
     input_ids: torch.Tensor | None = None
 
 
-def run_cases(cases: Sequence[Case], given: Given, progress: Callable[[str], None] | None = None) -> Result:
+def run_cases(
+    cases: Sequence[Case], given: Given, progress: Callable[[str], None] | None = None
+) -> Result:
     """Measure all cases of a model, one after the other; every budget is calibrated on a case's tokens first.
 
     A case for which there is not enough memory says so in its result and does not end the run.
@@ -146,7 +148,9 @@ def tokens_of(case: Case, given: Given) -> torch.Tensor:
     """The prompts, of those that are given or of random tokens, and the tokens of the steps, `[B, T]`."""
     ids = random_tokens(given.model, case.batch, case.length + case.decoded)
     if given.input_ids is not None:
-        ids[:, : case.length] = given.input_ids.to(ids.device)[torch.arange(case.batch) % len(given.input_ids)]
+        ids[:, : case.length] = given.input_ids.to(ids.device)[
+            torch.arange(case.batch) % len(given.input_ids)
+        ]
     return ids
 
 
@@ -156,7 +160,11 @@ def setting_of(model: Any) -> dict[str, Any]:
     config = routings[0].active_config()
     # Of a fit for prompts there are several.
     targets = sorted({config.target_of(h.layer_index) for h in routings})
-    setting = {"routed_layers": [h.layer_index for h in routings], "target": "+".join(targets), "gate": config.gate}
+    setting = {
+        "routed_layers": [h.layer_index for h in routings],
+        "target": "+".join(targets),
+        "gate": config.gate,
+    }
     if config.phases != "all":
         setting["phases"] = config.phases
     return setting | size_of(model)

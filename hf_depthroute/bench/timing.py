@@ -61,7 +61,9 @@ def relative_load() -> float | None:
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as file:
-            names = {line.split(":", 1)[1].strip() for line in file if line.startswith("model name")}
+            names = {
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            }
         return ", ".join(sorted(names)) or platform.processor()
     except OSError:
         return platform.processor()

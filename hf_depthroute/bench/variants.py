@@ -72,7 +72,11 @@ class Variants:
             if input_ids is not None and self.follows_budget:
                 calibrate(model, [{"input_ids": input_ids}], budget=budget)
             self._thresholds[budget] = snapshot(model)
-        dense = [*([BASE] if base is not None else []), DISABLED, *([FULL] if self.follows_budget else [])]
+        dense = [
+            *([BASE] if base is not None else []),
+            DISABLED,
+            *([FULL] if self.follows_budget else []),
+        ]
         self.names = [*dense, *map(budget_name, self.budgets)]
         self.reference = self.names[0]
         # `generate` calls the model without PEFT's wrapper.
@@ -122,7 +126,9 @@ def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 def adapter_dtype(model: nn.Module) -> str:
     """The dtype of the adapter's weights, such as `"float32"`; that of the base where it has none."""
-    weights = chain((p for routing in active_routings(model) for p in routing.parameters()), model.parameters())
+    weights = chain(
+        (p for routing in active_routings(model) for p in routing.parameters()), model.parameters()
+    )
     return dtype_name(next(weights).dtype)
 
 
@@ -139,11 +145,16 @@ class PassCounter:
 
     def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
         mask = record.mask & record.real
-        self._counts.setdefault(layer_index, []).append(torch.stack([mask.float().mean(), mask.any().float()]))
+        self._counts.setdefault(layer_index, []).append(
+            torch.stack([mask.float().mean(), mask.any().float()])
+        )
 
     def shares(self) -> Mapping[int, tuple[float, float]]:
         """Per layer: the share of rows that ran full, and the share of passes in which at least one did."""
-        return {i: tuple(torch.stack(counts).mean(0).tolist()) for i, counts in sorted(self._counts.items())}
+        return {
+            i: tuple(torch.stack(counts).mean(0).tolist())
+            for i, counts in sorted(self._counts.items())
+        }
 
 
 @contextmanager

@@ -28,7 +28,9 @@ class Safe(str):
 
 def clean(value: object) -> str:
     """One line: no control, invisible or direction-changing character, no Hub token, no end of an HTML comment."""
-    text = "".join(" " if unicodedata.category(c)[0] in "CZ" else c for c in str(value)[: 4 * _LONGEST])
+    text = "".join(
+        " " if unicodedata.category(c)[0] in "CZ" else c for c in str(value)[: 4 * _LONGEST]
+    )
     text = without_tokens(" ".join(text.split())).replace("<!--", "<! --").replace("-->", "-- >")
     if len(text) <= _LONGEST:
         return text

@@ -67,12 +67,16 @@ class Facts:
     @property
     def digest(self) -> str:
         """A hash of everything that decides what the adapter does."""
-        content = {name: value for name, value in self.config.to_dict().items() if name not in _PASSING}
+        content = {
+            name: value for name, value in self.config.to_dict().items() if name not in _PASSING
+        }
         text = json.dumps(content, sort_keys=True, default=str) + str(self.weights_hash)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def read_facts(folder: Path, adapter_name: str | None = None, training: Mapping[str, Any] | None = None) -> Facts:
+def read_facts(
+    folder: Path, adapter_name: str | None = None, training: Mapping[str, Any] | None = None
+) -> Facts:
     """The facts of the routed adapter in `folder`, or in a folder in it that is named as an adapter.
 
     Args:
@@ -87,7 +91,9 @@ def read_facts(folder: Path, adapter_name: str | None = None, training: Mapping[
     found = _adapters(folder)
     routed = [path for path, kind in found.items() if kind == PEFT_TYPE]
     if not routed:
-        raise AdapterMismatchError(f"{folder}: holds no depth-routed adapter ({CONFIG_NAME} is missing or another's)")
+        raise AdapterMismatchError(
+            f"{folder}: holds no depth-routed adapter ({CONFIG_NAME} is missing or another's)"
+        )
     place = next((p for p in routed if p != folder and p.name == adapter_name), routed[0])
     content = read_config(place / CONFIG_NAME)
     config = DepthRouteConfig(**content)
@@ -103,11 +109,15 @@ def read_facts(folder: Path, adapter_name: str | None = None, training: Mapping[
     if tensors is None:
         parameters = training.get("trainable_parameters")
     else:
-        parameters = sum(value.numel() for name, value in tensors.items() if not _BUFFER.search(name))
+        parameters = sum(
+            value.numel() for name, value in tensors.items() if not _BUFFER.search(name)
+        )
     return Facts(
         config=config,
         subfolder=None if place == folder else place.name,
-        others={"default" if p == folder else p.name: kind for p, kind in found.items() if p != place},
+        others={
+            "default" if p == folder else p.name: kind for p, kind in found.items() if p != place
+        },
         depth=depth if isinstance(depth, int) else None,
         parameters=parameters if isinstance(parameters, int) else None,
         thresholds=thresholds,
@@ -119,26 +129,35 @@ def read_facts(folder: Path, adapter_name: str | None = None, training: Mapping[
 
 def holds_adapter(folder: Path) -> bool:
     """Whether `folder` is one that `read_facts` would look into: a routed adapter with its weights."""
-    return any(k == PEFT_TYPE and (path / WEIGHTS_NAME).is_file() for path, k in _adapters(folder).items())
+    return any(
+        k == PEFT_TYPE and (path / WEIGHTS_NAME).is_file() for path, k in _adapters(folder).items()
+    )
 
 
 def _adapters(folder: Path) -> dict[Path, str]:
     """Folders of adapters, with the name of their method: `folder` itself, then those right in it."""
     found = {}
-    for place in (folder, *sorted(p for p in folder.glob("*/") if not p.name.startswith((".", "checkpoint-")))):
+    for place in (
+        folder,
+        *sorted(p for p in folder.glob("*/") if not p.name.startswith((".", "checkpoint-"))),
+    ):
         if (place / CONFIG_NAME).is_file():
             found[place] = str(read_config(place / CONFIG_NAME).get("peft_type"))[:40]
     return found
 
 
 def _thresholds(
-    config: DepthRouteConfig, tensors: Mapping[str, torch.Tensor] | None, training: Mapping[str, Any]
+    config: DepthRouteConfig,
+    tensors: Mapping[str, torch.Tensor] | None,
+    training: Mapping[str, Any],
 ) -> tuple[dict[int, float], bool | None]:
     if not config.takes_budget():
         return {}, None
     if tensors is None:
         recorded = training.get("thresholds") or {}
-        return {int(layer): float(value) for layer, value in recorded.items()}, bool(recorded) or None
+        return {int(layer): float(value) for layer, value in recorded.items()}, bool(
+            recorded
+        ) or None
     thresholds = {}
     calibrated = True
     for name, value in tensors.items():
@@ -172,15 +191,21 @@ def read_training(folder: Path) -> dict[str, Any]:
     except RefusedFileError as error:
         raise AdapterMismatchError(str(error)) from error
     except ValueError as error:
-        raise AdapterMismatchError(f"{path}: cannot be read ({str(error).splitlines()[0]}); remove it") from error
+        raise AdapterMismatchError(
+            f"{path}: cannot be read ({str(error).splitlines()[0]}); remove it"
+        ) from error
     if not isinstance(content, dict):
-        raise AdapterMismatchError(f"{path}: holds no JSON object, or one that nests too deep; remove it")
+        raise AdapterMismatchError(
+            f"{path}: holds no JSON object, or one that nests too deep; remove it"
+        )
     return content
 
 
 def understood(record: Mapping[str, Any]) -> dict[str, Any]:
     """The valid fields of a training record; fields of another type are left out, with a warning."""
-    kept = {name: value for name, value in record.items() if name not in _KINDS or _KINDS[name](value)}
+    kept = {
+        name: value for name, value in record.items() if name not in _KINDS or _KINDS[name](value)
+    }
     left = [name for name, value in record.items() if name not in kept and value is not None]
     if left:
         warnings.warn(
@@ -197,7 +222,8 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def _by_layer(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        str(layer).isdecimal() and len(str(layer)) < 7 and is_number(figure) for layer, figure in value.items()
+        str(layer).isdecimal() and len(str(layer)) < 7 and is_number(figure)
+        for layer, figure in value.items()
     )
 
 
@@ -225,7 +251,9 @@ def _is_fit(fit: Any) -> bool:
             loss = fit["loss"]
         else:
             loss = min(fit["loss_of_rounds"])
-        by_layer = [{index: layer[name] for index, layer in layers.items()} for name in _FIT_FIGURES[phases]]
+        by_layer = [
+            {index: layer[name] for index, layer in layers.items()} for name in _FIT_FIGURES[phases]
+        ]
         if phases == "prefill":
             targets = {layer["target"] for layer in layers.values()}
         else:
@@ -233,17 +261,26 @@ def _is_fit(fit: Any) -> bool:
         figures = (fit["keep"], fit["tokens"], fit["loss_dense"], loss, fewest, most)
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
-    return targets <= set(TARGETS) and all(map(is_number, figures)) and all(map(_by_layer, by_layer))
+    return (
+        targets <= set(TARGETS) and all(map(is_number, figures)) and all(map(_by_layer, by_layer))
+    )
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("arguments", "hyperparameters", "versions"), lambda value: isinstance(value, Mapping)),
+    **dict.fromkeys(
+        ("arguments", "hyperparameters", "versions"), lambda value: isinstance(value, Mapping)
+    ),
     **dict.fromkeys(("calibrated_full_ratio", "thresholds"), _by_layer),
-    **dict.fromkeys(("examples", "trainable_parameters"), lambda value: isinstance(value, int) and is_number(value)),
+    **dict.fromkeys(
+        ("examples", "trainable_parameters"),
+        lambda value: isinstance(value, int) and is_number(value),
+    ),
     "command": lambda value: isinstance(value, list),
     "dataset": lambda value: isinstance(value, str),
     "fit": _is_fit,
     "evaluation": _is_evaluation,
-    "log_history": lambda value: isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value),
+    "log_history": lambda value: (
+        isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)
+    ),
     "seconds": is_number,
 }

@@ -110,9 +110,13 @@ def read_results(sources: Iterable[Any], weights_hash: str | None, phases: str =
             content = _plain(source)
         measured = content.get("weights_hash")
         if measured is not None and weights_hash is not None and measured != weights_hash:
-            raise ResultError(f"{name}: was measured with other weights than this adapter's; measure it again")
+            raise ResultError(
+                f"{name}: was measured with other weights than this adapter's; measure it again"
+            )
         if content.get("base_mismatch"):
-            raise ResultError(f"{name}: was measured on another base than this adapter's; measure it on its own")
+            raise ResultError(
+                f"{name}: was measured on another base than this adapter's; measure it on its own"
+            )
         try:
             if "rows" in content:
                 results.losses.append(read_losses(content))
@@ -121,11 +125,22 @@ def read_results(sources: Iterable[Any], weights_hash: str | None, phases: str =
             elif any(part in content for part in ("measurements", "prefill", "decode", "memory")):
                 results.benches.append(_bench(content, phases))
             else:
-                raise ResultError("is neither a result of hf-depthroute eval nor of hf-depthroute bench")
+                raise ResultError(
+                    "is neither a result of hf-depthroute eval nor of hf-depthroute bench"
+                )
         except ResultError as error:
             raise ResultError(f"{name}: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-            raise ResultError(f"{name}: not a result of eval or bench ({error!r} is wrong)"[:300]) from error
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            IndexError,
+            OverflowError,
+        ) as error:
+            raise ResultError(
+                f"{name}: not a result of eval or bench ({error!r} is wrong)"[:300]
+            ) from error
     return results
 
 
@@ -144,7 +159,9 @@ def read_losses(content: Mapping[str, Any]) -> Losses:
     ]
     if not rows or rows[0].rule != "dense":
         raise ResultError("has no row of the dense base to compare with")
-    config, split, blocks, length = (content.get(name) for name in ("dataset_name", "split", "blocks", "length"))
+    config, split, blocks, length = (
+        content.get(name) for name in ("dataset_name", "split", "blocks", "length")
+    )
     return Losses(
         dataset=str(content.get("dataset") or "a text that was not recorded"),
         config=None if config is None else str(config),
@@ -181,7 +198,9 @@ def _scores(runs: Mapping[str, Mapping[str, Any]], phases: str) -> Iterator[Scor
                 stderr=_optional(stderr),
                 dense=_number(dense),
                 full_ratio=_number(run["full_ratio"]),
-                documents=sum(int(n["effective"]) for n in counts) if all("effective" in n for n in counts) else None,
+                documents=sum(int(n["effective"]) for n in counts)
+                if all("effective" in n for n in counts)
+                else None,
                 dataset=datasets.pop() if len(datasets) == 1 and not local else None,
                 whole=all("original" in n and n["original"] == n.get("effective") for n in counts),
                 shots=shots if isinstance(shots, int) else None,
@@ -202,7 +221,9 @@ def _bench(content: Mapping[str, Any], phases: str) -> tuple[dict[str, Any], lis
     def case(measured: Mapping[str, Any]) -> str:
         setting = measured["setting"]
         said = _said(setting.get("phases", "all"), phases)
-        return f"{short_label(measured)}, {setting.get('dtype')}" + ("" if said is None else f", phases {said}")
+        return f"{short_label(measured)}, {setting.get('dtype')}" + (
+            "" if said is None else f", phases {said}"
+        )
 
     rows = [
         Speed(
@@ -247,9 +268,14 @@ def _plain(source: Any) -> dict[str, Any]:
         if hasattr(source[0], "results"):
             names = ("budget", "phases", "full_ratio", "seconds")
             return {
-                "runs": {part.name: {n: getattr(part, n) for n in names} | {"lm_eval": part.results} for part in source}
+                "runs": {
+                    part.name: {n: getattr(part, n) for n in names} | {"lm_eval": part.results}
+                    for part in source
+                }
             }
-    raise ResultError(f"a {type(source).__name__} is no result: pass a file, its content, or what a function returned")
+    raise ResultError(
+        f"a {type(source).__name__} is no result: pass a file, its content, or what a function returned"
+    )
 
 
 def _number(value: Any) -> float:

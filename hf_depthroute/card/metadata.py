@@ -104,7 +104,8 @@ def _losses(measured: Sequence[Losses]) -> list[EvalResult]:
             dataset_config=None if losses.config is None else clean(losses.config),
             dataset_split=None if losses.split is None else clean(losses.split),
             metric_type="loss",
-            metric_name="Loss, nats per token" + ("" if row.rule == "fixed" else f" (budget {row.budget:g})"),
+            metric_name="Loss, nats per token"
+            + ("" if row.rule == "fixed" else f" (budget {row.budget:g})"),
             metric_value=round(row.loss, 4),
         )
         for losses in measured
@@ -144,7 +145,12 @@ def write_entries(folder: Path, scores: Sequence[Score]) -> None:
     wanted = {}
     for score in scores:
         dataset, task = BENCHMARKS.get((score.task, score.metric), (None, ""))
-        if dataset is not None and score.dataset == dataset and score.whole and score.run != "dense":
+        if (
+            dataset is not None
+            and score.dataset == dataset
+            and score.whole
+            and score.run != "dense"
+        ):
             shots = ""
             if score.shots is not None:
                 shots = f", {score.shots}-shot"
@@ -165,7 +171,10 @@ def write_entries(folder: Path, scores: Sequence[Score]) -> None:
     if wanted:
         place.mkdir(exist_ok=True)
     files = {place / name: eval_result_entries_to_yaml([entry]) for name, entry in wanted.items()}
-    write_files({path: yaml.safe_dump(rows, sort_keys=False).encode() for path, rows in files.items()}, follow=False)
+    write_files(
+        {path: yaml.safe_dump(rows, sort_keys=False).encode() for path, rows in files.items()},
+        follow=False,
+    )
     for stale in folder.glob(OURS):
         if stale.name not in wanted:
             stale.unlink()

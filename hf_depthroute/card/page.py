@@ -129,7 +129,13 @@ def make_card(
         note = f"\n{MEASURED}"
     text = f"\n{BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{END}\n"
     metadata = make_metadata(
-        facts, found, model_name=title, language=language, license=license, tags=tags, datasets=trained_on
+        facts,
+        found,
+        model_name=title,
+        language=language,
+        license=license,
+        tags=tags,
+        datasets=trained_on,
     )
     return Card(metadata, text, found.scores)
 
@@ -168,7 +174,9 @@ def routed_name(model: Any) -> str | None:
     """The name of the model's routed adapter: the active one, where there are several; None if there is none."""
     from ..config.adapter import DepthRouteConfig
 
-    names = [name for name, config in model.peft_config.items() if isinstance(config, DepthRouteConfig)]
+    names = [
+        name for name, config in model.peft_config.items() if isinstance(config, DepthRouteConfig)
+    ]
     active = [name for name in names if name in model.active_adapters]
     return next(iter([*active, *names]), None)
 
@@ -192,7 +200,12 @@ def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _machine_words(machine: Mapping[str, Any]) -> Safe:
     known = {name: machine[name] for name in _MACHINE if machine.get(name) is not None}
-    return Safe(", ".join(f"{'' if name == 'device' else f'{name} '}{code(value)}" for name, value in known.items()))
+    return Safe(
+        ", ".join(
+            f"{'' if name == 'device' else f'{name} '}{code(value)}"
+            for name, value in known.items()
+        )
+    )
 
 
 def _last_entry(log: Sequence[Mapping[str, Any]], name: str) -> Safe | None:
@@ -229,6 +242,8 @@ def _template() -> jinja2.Template:
         "share": "{:.1%}".format,
         "url": lambda name: Safe(quote(name)),
         "listed": lambda parts: Safe(", ".join(parts)),
-        "pairs": lambda pairs: Safe(", ".join(f"{code(name)} {code(value)}" for name, value in pairs.items())),
+        "pairs": lambda pairs: Safe(
+            ", ".join(f"{code(name)} {code(value)}" for name, value in pairs.items())
+        ),
     }
     return environment.get_template("model_card.md.jinja")

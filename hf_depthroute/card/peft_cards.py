@@ -31,7 +31,12 @@ def install() -> None:
 
 
 def _create_or_update_model_card(
-    update: Any, self: Any, output_dir: str, *, results: Sequence[Any] = (), card: Mapping[str, Any] | None = None
+    update: Any,
+    self: Any,
+    output_dir: str,
+    *,
+    results: Sequence[Any] = (),
+    card: Mapping[str, Any] | None = None,
 ) -> None:
     """`PeftModel.create_or_update_model_card`.
 
@@ -47,14 +52,18 @@ def _create_or_update_model_card(
     elif holds_adapter(folder):
         run = remembered(self, name)
         record = run.record(self, name, read_training(folder))
-        write_card(folder, [*run.results, *results], adapter_name=name, training=record, **(card or {}))
+        write_card(
+            folder, [*run.results, *results], adapter_name=name, training=record, **(card or {})
+        )
     elif card is not None:
         folder.mkdir(parents=True, exist_ok=True)
         made = make_card(self, results, adapter_name=name, **card)
         write_bytes(folder / CARD_NAME, str(made).encode(), follow=False)
 
 
-def _push_to_hub(push: Any, self: Any, repo_id: str, *args: Any, results: Sequence[Any] = (), **kwargs: Any) -> Any:
+def _push_to_hub(
+    push: Any, self: Any, repo_id: str, *args: Any, results: Sequence[Any] = (), **kwargs: Any
+) -> Any:
     """`PeftModel.push_to_hub`. PEFT's own puts an empty template over the card that `save_pretrained` wrote."""
     name = routed_name(self)
     if name is None:
@@ -69,7 +78,13 @@ def _push_to_hub(push: Any, self: Any, repo_id: str, *args: Any, results: Sequen
         self.save_pretrained(folder)
         card = {"adapter_name": name, "training": run.record(self, name), "tags": tags or ()}
         return push_folder(
-            folder, repo_id, results=[*run.results, *results], private=private, token=token, card=card, **kwargs
+            folder,
+            repo_id,
+            results=[*run.results, *results],
+            private=private,
+            token=token,
+            card=card,
+            **kwargs,
         )
 
 

@@ -37,7 +37,9 @@ class Card(ModelCard):
         scores: Those that it shows; None if it has those of the card before it.
     """
 
-    def __init__(self, data: ModelCardData, text: str, scores: Sequence[Score] | None = None) -> None:
+    def __init__(
+        self, data: ModelCardData, text: str, scores: Sequence[Score] | None = None
+    ) -> None:
         super().__init__("---\n{}\n---\n")
         self.data = data
         self.text = text
@@ -66,9 +68,13 @@ def parse_readme(content: bytes) -> Card:
     else:
         metadata = ""
     if len(metadata) > _MAX_METADATA:
-        raise AdapterMismatchError(f"{CARD_NAME}: its metadata is larger than {_MAX_METADATA:,} characters")
+        raise AdapterMismatchError(
+            f"{CARD_NAME}: its metadata is larger than {_MAX_METADATA:,} characters"
+        )
     try:
-        card = Card(ModelCardData(**parse_mapping(metadata, CARD_NAME), ignore_metadata_errors=True), text)
+        card = Card(
+            ModelCardData(**parse_mapping(metadata, CARD_NAME), ignore_metadata_errors=True), text
+        )
         str(card).encode()
     except Exception:  # whatever a stranger's metadata makes the parsers do
         card = Card(ModelCardData(), text)
@@ -98,7 +104,9 @@ def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
             part = there
             scores = None
             if repo_id is not None:
-                part = part.replace(f"adapter = {literal(PLACEHOLDER)}", f"adapter = {literal(repo_id)}")
+                part = part.replace(
+                    f"adapter = {literal(PLACEHOLDER)}", f"adapter = {literal(repo_id)}"
+                )
         else:
             known.pop("model-index", None)
         text = old.text[: before[0].start] + part + old.text[before[0].stop :]
@@ -107,7 +115,9 @@ def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
     else:
         text = f"{old.text.rstrip()}\n\n{part}\n"
     theirs = known.get("tags")
-    tags = dict.fromkeys([*(metadata.get("tags") or ()), *(map(str, theirs) if isinstance(theirs, list) else ())])
+    tags = dict.fromkeys(
+        [*(metadata.get("tags") or ()), *(map(str, theirs) if isinstance(theirs, list) else ())]
+    )
     if hub_id(known.get("base_model")) is None:  # PEFT puts the path of a folder there
         known.pop("base_model", None)
     kept = {str(name): value for name, value in known.items()}

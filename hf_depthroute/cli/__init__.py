@@ -49,7 +49,9 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        others = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "accelerate"))
+        others = ", ".join(
+            f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "accelerate")
+        )
         say(f"hf-depthroute {__version__} ({others})")
         raise typer.Exit
 
@@ -57,7 +59,10 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the versions and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the versions and exit."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -82,7 +87,9 @@ app.command("families")(families)
 
 @app.command("study", hidden=True, context_settings=_PASSES_ON)
 def _study(context: typer.Context) -> None:
-    raise CliError("study: moved to the recipes; in a checkout run: python recipes/study run STUDY.yaml --out OUT")
+    raise CliError(
+        "study: moved to the recipes; in a checkout run: python recipes/study run STUDY.yaml --out OUT"
+    )
 
 
 def _check_words(words: Sequence[str]) -> None:
@@ -92,7 +99,9 @@ def _check_words(words: Sequence[str]) -> None:
             continue
         try:
             os.fsencode(word).decode("utf-8")
-            problem = f"cannot be read in this locale ({sys.getfilesystemencoding()}); set PYTHONUTF8=1"
+            problem = (
+                f"cannot be read in this locale ({sys.getfilesystemencoding()}); set PYTHONUTF8=1"
+            )
         except UnicodeError:
             problem = "not UTF-8; write it in UTF-8, or link to the file by another name"
         raise CliError(f"{word[:100]!r} on the command line: {problem}")
@@ -112,7 +121,9 @@ def run(program: typer.Typer, name: str, argv: Sequence[str] | None = None) -> N
             stream.reconfigure(errors="backslashreplace")
     try:
         _check_words(arguments)
-        code = typer.main.get_command(program).main(arguments, prog_name=name, standalone_mode=False)
+        code = typer.main.get_command(program).main(
+            arguments, prog_name=name, standalone_mode=False
+        )
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:

@@ -23,7 +23,8 @@ class BenchOptions(o.AdapterOptions):
     context: typer.Context
     adapter: o.AnyAdapter = ""
     compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(metavar="OLD NEW", help="Compare two result files instead of measuring.")
+        tuple[Path, Path] | None,
+        typer.Option(metavar="OLD NEW", help="Compare two result files instead of measuring."),
     ] = None
     cases: Annotated[str, "Some of prefill,decode."] = "prefill,decode"
     budgets: o.Budgets = "0.5,0.25"
@@ -36,9 +37,15 @@ class BenchOptions(o.AdapterOptions):
     batch: Annotated[str, "Sequences in prefill; one or more, comma-separated."] = "4"
     length: Annotated[str, "Tokens of the prompt; one or more, comma-separated."] = "256"
     decode_batch: Annotated[str, "Sequences in decode; one or more, comma-separated."] = "1"
-    decode_steps: Annotated[int, typer.Option(min=0, help="Timed decoding steps; 0 leaves decode out.")] = 16
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians ± standard errors.")] = 15
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None
+    decode_steps: Annotated[
+        int, typer.Option(min=0, help="Timed decoding steps; 0 leaves decode out.")
+    ] = 16
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Rounds; figures are medians ± standard errors.")
+    ] = 15
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = (
+        None
+    )
     json_file: ResultFile = None
 
 
@@ -59,7 +66,9 @@ def bench(options: BenchOptions) -> None:
         raise CliError("bench: give either ADAPTER (with or without --model) or --compare")
     if options.compare is not None:
         others = [name for name in o.given(options.context) if name not in _OF_COMPARE]
-        o.refuse_unused(options.context, sorted(others), "no effect with --compare, which measures nothing")
+        o.refuse_unused(
+            options.context, sorted(others), "no effect with --compare, which measures nothing"
+        )
         _compare(*options.compare, options.json_file)
         return
     result = _measure(options)
@@ -82,7 +91,9 @@ def _compare(old: Path, new: Path, out: Path | None) -> None:
     except ValueError as error:
         raise CliError(f"--compare {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise CliError(f"--compare {old} {new}: not results of hf-depthroute bench ({error!r} is wrong)") from error
+        raise CliError(
+            f"--compare {old} {new}: not results of hf-depthroute bench ({error!r} is wrong)"
+        ) from error
     if write_result(out, comparison.to_dict()):
         return
     for note in comparison.notes:
@@ -127,18 +138,24 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
             if kind != "decode" or options.decode_steps:
                 batches = sizes["decode_batch" if kind == "decode" else "batch"]
                 pairs = itertools.product(batches, sizes["length"])
-                cases += [replace(every, case=kind, batch=batch, length=length) for batch, length in pairs]
+                cases += [
+                    replace(every, case=kind, batch=batch, length=length) for batch, length in pairs
+                ]
     origin, given = _load(options, modes, max(sizes["length"]) + options.decode_steps)
     with refused("bench: "):
         result = run_cases(cases, given, progress=lambda line: say(line, sys.stderr))
     if all(len(values) == 1 for values in sizes.values()):
         # What has one size has a simpler form.
         only = {name: values[0] for name, values in sizes.items()}
-        result = as_single(result, only | {"decode_steps": options.decode_steps, "repeats": options.repeats})
+        result = as_single(
+            result, only | {"decode_steps": options.decode_steps, "repeats": options.repeats}
+        )
     return result | origin
 
 
-def _load(options: BenchOptions, modes: tuple[str, ...] | None, positions: int) -> tuple[dict[str, Any], Any]:
+def _load(
+    options: BenchOptions, modes: tuple[str, ...] | None, positions: int
+) -> tuple[dict[str, Any], Any]:
     """Where the routed model and its untouched base are from, and both."""
     from ..bench.suite import Given
     from ..bench.variants import dense_view, hold_adapter_in, wants_base_dtype

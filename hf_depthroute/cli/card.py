@@ -19,13 +19,20 @@ from .output import STDOUT, write_text
 class CardOptions:
     adapter: o.Adapter = ""
     results: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="A file of eval --out or bench --out; once for each file.")
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="A file of eval --out or bench --out; once for each file."
+        ),
     ] = None
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write here instead of ADAPTER/README.md; - for stdout.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write here instead of ADAPTER/README.md; - for stdout."),
     ] = None
     push_to: Annotated[
-        str | None, typer.Option(metavar="REPO", help="Send the adapter with the card to this repository of the Hub.")
+        str | None,
+        typer.Option(
+            metavar="REPO", help="Send the adapter with the card to this repository of the Hub."
+        ),
     ] = None
     private: Annotated[bool, "With --push-to: make a new repository private."] = False
     revision: Annotated[str | None, "With --push-to: the branch; made if it is not there."] = None
@@ -53,7 +60,9 @@ def card(options: CardOptions) -> None:
     out = options.out
     push_to = options.push_to
     if push_to is None and (options.private or options.revision is not None):
-        raise CliError(f"card: {'--private' if options.private else '--revision'} goes with --push-to")
+        raise CliError(
+            f"card: {'--private' if options.private else '--revision'} goes with --push-to"
+        )
     if push_to is not None and out is not None:
         raise CliError("card: give --out or --push-to")
     from . import loading
@@ -65,11 +74,16 @@ def card(options: CardOptions) -> None:
 
     local = Path(adapter).is_dir()
     if not local and out is None and push_to is None:
-        raise CliError(f"adapter {adapter}: no such folder; for an adapter of the Hub give --out or --push-to")
+        raise CliError(
+            f"adapter {adapter}: no such folder; for an adapter of the Hub give --out or --push-to"
+        )
     sources = list(options.results or ())
     words: dict[str, Any] = {"license": options.license, "language": options.language}
     folder = loading.folder_of("adapter", adapter, list(SENT), ADAPTER)
-    with loading.explained(f"adapter {adapter}", adapter, ADAPTER), refused("--results ", ResultError):
+    with (
+        loading.explained(f"adapter {adapter}", adapter, ADAPTER),
+        refused("--results ", ResultError),
+    ):
         if push_to is None and out is None:
             made = updated_card(folder, sources, **words)
         else:
@@ -79,7 +93,14 @@ def card(options: CardOptions) -> None:
     elif push_to is not None:
         with explained(f"repository {push_to}", access="write"):
             private = options.private or None
-            sent = push_folder(folder, push_to, results=sources, private=private, revision=options.revision, card=words)
+            sent = push_folder(
+                folder,
+                push_to,
+                results=sources,
+                private=private,
+                revision=options.revision,
+                card=words,
+            )
         say(f"sent {adapter} to {sent.repo_url.repo_id}: {sent.commit_url}")
     elif out == STDOUT:
         say_content(str(made), end="")

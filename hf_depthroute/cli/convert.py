@@ -14,13 +14,19 @@ from .output import check_out
 
 
 def convert(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's folder or its Hub id.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's folder or its Hub id.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder for the adapter.")],
     base: Annotated[
         str | None,
-        typer.Option(help="The plain model whose weights the checkpoint has; by default that of the published one."),
+        typer.Option(
+            help="The plain model whose weights the checkpoint has; by default that of the published one."
+        ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the adapter in --out.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the adapter in --out.")
+    ] = False,
     debug: o.Debug = False,
 ) -> None:
     """Turn FlexiDepth's checkpoint into an adapter on its plain base; none of its code runs.

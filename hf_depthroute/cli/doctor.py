@@ -13,7 +13,9 @@ from .errors import ADAPTER, CliError
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,95})?")
 
 
-def doctor(adapter: o.Adapter = "", adapter_option: o.OldAdapter = None, debug: o.Debug = False) -> None:
+def doctor(
+    adapter: o.Adapter = "", adapter_option: o.OldAdapter = None, debug: o.Debug = False
+) -> None:
     """Check an adapter's files without loading them into a model.
 
     Ends with exit code 0 when they can be loaded onto their base, and with 4 at the first fault.

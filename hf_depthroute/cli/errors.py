@@ -20,8 +20,13 @@ INTERRUPTED = 130
 
 _SUITES = "suites of recipes/speed/bench.py have it"
 MOVED = {  # options of earlier versions, and where to look for them
-    **dict.fromkeys(("--masked", "--tune", "--suite", "--shape", "--plot", "--vocabulary"), _SUITES),
-    **dict.fromkeys(("--target", "--gate", "--loss", "--layers", "--depth"), f"bench measures an adapter; {_SUITES}"),
+    **dict.fromkeys(
+        ("--masked", "--tune", "--suite", "--shape", "--plot", "--vocabulary"), _SUITES
+    ),
+    **dict.fromkeys(
+        ("--target", "--gate", "--loss", "--layers", "--depth"),
+        f"bench measures an adapter; {_SUITES}",
+    ),
 }
 
 
@@ -34,7 +39,9 @@ class CliError(OneLine):
 
 
 @contextlib.contextmanager
-def refused(what: str, kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
+def refused(
+    what: str, kinds: type[Exception] | tuple[type[Exception], ...] = ValueError
+) -> Iterator[None]:
     """Turn an exception of `kinds` into a `CliError` that says `what`, then why."""
     try:
         yield
@@ -80,13 +87,19 @@ def _describe(error: BaseException) -> tuple[int, str]:
     said = str(error).strip() or "no message"
     if out_of_memory(error):
         remedy = "lower --batch-size (or --batch) or --length, or use a smaller model or --dtype bfloat16"
-        return RESOURCES, f"{said if said.startswith('out of memory') else f'out of memory: {said}'}; {remedy}"
+        return (
+            RESOURCES,
+            f"{said if said.startswith('out of memory') else f'out of memory: {said}'}; {remedy}",
+        )
     if disk_full(error):
         path = getattr(error, "filename", None)
         why = getattr(error, "strerror", None) or ""
         if why.startswith("disk full"):  # ours, with what is needed and what is left
             return RESOURCES, f"{path}: {why}"
-        return RESOURCES, f"disk full{f' while writing {path}' if path else ''}; free some space and run again"
+        return (
+            RESOURCES,
+            f"disk full{f' while writing {path}' if path else ''}; free some space and run again",
+        )
     if hub := explain(error):
         return HUB, str(hub)
     if isinstance(error, OSError) and error.strerror:
@@ -99,5 +112,7 @@ def usage_message(error: Any) -> str:
     message = error.format_message().rstrip(".")
     problems = getattr(error.__cause__, "errors", None)  # pydantic's, for a value of the wrong type
     if callable(problems):
-        message = message.replace("Invalid value for", f"Invalid value {reprlib.repr(problems()[0]['input'])} for", 1)
+        message = message.replace(
+            "Invalid value for", f"Invalid value {reprlib.repr(problems()[0]['input'])} for", 1
+        )
     return message

@@ -32,23 +32,34 @@ class EvalOptions(o.TextOptions, o.AdapterOptions):
     context: typer.Context
     dataset: Annotated[
         str | None,
-        typer.Option(callback=o.check_dataset, help="Text to take the loss on: as for train. Or give --tasks."),
+        typer.Option(
+            callback=o.check_dataset,
+            help="Text to take the loss on: as for train. Or give --tasks.",
+        ),
     ] = None
-    tasks: Annotated[str | None, "lm-eval tasks or groups instead, comma-separated, such as piqa,arc_easy."] = None
+    tasks: Annotated[
+        str | None, "lm-eval tasks or groups instead, comma-separated, such as piqa,arc_easy."
+    ] = None
     split: Annotated[str, "Split to evaluate on."] = "train"
     budgets: o.Budgets = "0.25,0.5,0.75"
     phases: Annotated[
-        str | None, "all, or prefill (only prompts are routed, the loss is of what follows). Default: the adapter's."
+        str | None,
+        "all, or prefill (only prompts are routed, the loss is of what follows). Default: the adapter's.",
     ] = None
     calibrate_on: Annotated[
         str | None, "Split to calibrate every budget on. Default: the adapter's own thresholds."
     ] = None
     calibration_blocks: Annotated[int, typer.Option(min=1, help="Blocks to calibrate on.")] = 64
     include_path: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="With --tasks: lm-eval task files of your own.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="With --tasks: lm-eval task files of your own."),
     ] = None
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="With --tasks: shots. Default: the task's.")] = None
-    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: at most this many documents of each.")] = None
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="With --tasks: shots. Default: the task's.")
+    ] = None
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="With --tasks: at most this many documents of each.")
+    ] = None
     blocks: Annotated[int, typer.Option(min=1, help="At most this many blocks.")] = 64
     json_file: ResultFile = None
 
@@ -71,7 +82,9 @@ def evaluate(options: EvalOptions) -> None:
     if options.tasks is None:
         o.refuse_unused(options.context, _OF_TASKS, "no effect without --tasks")
     else:
-        o.refuse_unused(options.context, _OF_LOSS, "no effect with --tasks, which bring their own texts")
+        o.refuse_unused(
+            options.context, _OF_LOSS, "no effect with --tasks, which bring their own texts"
+        )
     budgets = o.parse_budgets(options.budgets)
     from . import loading
 
@@ -104,14 +117,23 @@ def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Meas
     if rows[0].behind_prompts:
         say(f"note: {BEHIND_PROMPTS}", sys.stderr)
     check_losses(routed, [row.loss for row in rows], batches)
-    settings = {name: getattr(options, name) for name in ("dataset", "dataset_name", "split", "calibrate_on")}
+    settings = {
+        name: getattr(options, name)
+        for name in ("dataset", "dataset_name", "split", "calibrate_on")
+    }
     size = {"blocks": sum(len(batch["input_ids"]) for batch in batches), "length": options.length}
     header = ("budget", "rule", "loss", "perplexity", "full ratio", "gap")
     cells = []
     for row in rows:
         numbers = f"{row.loss:.4f}", f"{row.perplexity:.3f}", f"{row.full_ratio:.3f}"
-        cells.append((f"{row.budget:g}", row.rule, *numbers, "" if row.gap is None else f"{row.gap:+.4f}"))
-    return source.origin(routed) | settings | size | {"rows": [asdict(row) for row in rows]}, header, cells
+        cells.append(
+            (f"{row.budget:g}", row.rule, *numbers, "" if row.gap is None else f"{row.gap:+.4f}")
+        )
+    return (
+        source.origin(routed) | settings | size | {"rows": [asdict(row) for row in rows]},
+        header,
+        cells,
+    )
 
 
 def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Measured:
@@ -127,15 +149,21 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     routed = source.routed(source.base_model())
     source.check_fitted(routed, budgets)
-    how: dict[str, Any] = {key: getattr(options, key) for key in ("include_path", "num_fewshot", "limit", "batch_size")}
+    how: dict[str, Any] = {
+        key: getattr(options, key) for key in ("include_path", "num_fewshot", "limit", "batch_size")
+    }
     names = [name.strip() for name in str(options.tasks).split(",")]
     with refused(f"--tasks {options.tasks}: "), finite_logits(routed):
         runs = evaluate_tasks(routed, tokenizer, names, budgets, **how)
     from lm_eval.utils import handle_non_serializable
 
     figures = ("budget", "phases", "full_ratio", "seconds")
-    parts = {run.name: {n: getattr(run, n) for n in figures} | {"lm_eval": run.results} for run in runs}
-    content = json.loads(json.dumps(source.origin(routed) | {"runs": parts}, default=handle_non_serializable))
+    parts = {
+        run.name: {n: getattr(run, n) for n in figures} | {"lm_eval": run.results} for run in runs
+    }
+    content = json.loads(
+        json.dumps(source.origin(routed) | {"runs": parts}, default=handle_non_serializable)
+    )
     header = ("task", "metric", "run", "value", "stderr", "delta", "full ratio")
     cells = []
     dense = scores(runs[0])
@@ -145,6 +173,11 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
             delta = ""
             if run is not runs[0]:
                 delta = f"{value - dense[key][0]:+.4f}"
-            numbers = f"{value:.4f}", "" if spread is None else f"{spread:.4f}", delta, f"{run.full_ratio:.3f}"
+            numbers = (
+                f"{value:.4f}",
+                "" if spread is None else f"{spread:.4f}",
+                delta,
+                f"{run.full_ratio:.3f}",
+            )
             cells.append((*key, run.name, *numbers))
     return content, header, cells

@@ -45,4 +45,6 @@ def families(json_file: ResultFile = None, debug: o.Debug = False) -> None:
     say()
     for word, meaning in LEGEND.items():
         say(f"{word:8}  {meaning}")
-    say("sequence  attention and block with granularity='sequence'; *: masked in layers with a sliding window")
+    say(
+        "sequence  attention and block with granularity='sequence'; *: masked in layers with a sliding window"
+    )

@@ -28,30 +28,48 @@ class FitOptions(o.TextOptions, o.BaseOptions):
         float,
         "Share, in (0, 1), of all calls of the target that run in full; of prompts, see --keep-of.",
     ] = 0.5
-    keep_of: Annotated[str, "With --phases prefill, what --keep is a share of: flops, or time, as measured here."] = (
-        "flops"
-    )
+    keep_of: Annotated[
+        str, "With --phases prefill, what --keep is a share of: flops, or time, as measured here."
+    ] = "flops"
     phases: Annotated[
-        str, "What is routed: all, or prefill: prompts only, by static layers; what is skipped there is found, too."
+        str,
+        "What is routed: all, or prefill: prompts only, by static layers; what is skipped there is found, too.",
     ] = "all"
     prompt_length: Annotated[
         int | None,
-        typer.Option(help="With --phases prefill: tokens of the prompt that --keep is a share of.", min=1),
+        typer.Option(
+            help="With --phases prefill: tokens of the prompt that --keep is a share of.", min=1
+        ),
     ] = None
     prompt_tail: Annotated[
         int | None,
-        typer.Option(help="With --phases prefill: last tokens of a prompt that run in full. Default: 64.", min=1),
+        typer.Option(
+            help="With --phases prefill: last tokens of a prompt that run in full. Default: 64.",
+            min=1,
+        ),
     ] = None
     target: Annotated[str, "What an easy token skips: ffn, attention or block."] = "ffn"
     gate: Annotated[str, "What scores a token: mlp or affine."] = "mlp"
     layers: Annotated[str, "Which layers may be routed, such as all or last:12."] = "all"
-    branch_rank: Annotated[int | None, "Rank of the low-rank branch; by default an eighth of the model's width."] = None
-    branch: Annotated[str, "What easy tokens get: lowrank, neurons (of the FFN's own) or memory (n-grams)."] = "lowrank"
-    memory_slots: Annotated[int, "Branch memory: slots of a layer's table."] = RoutingFields.memory_slots
+    branch_rank: Annotated[
+        int | None, "Rank of the low-rank branch; by default an eighth of the model's width."
+    ] = None
+    branch: Annotated[
+        str, "What easy tokens get: lowrank, neurons (of the FFN's own) or memory (n-grams)."
+    ] = "lowrank"
+    memory_slots: Annotated[int, "Branch memory: slots of a layer's table."] = (
+        RoutingFields.memory_slots
+    )
     memory_width: Annotated[int, "Branch memory: width of a slot."] = RoutingFields.memory_width
-    memory_heads: Annotated[int, "Branch memory: hashes of every order."] = RoutingFields.memory_heads
-    ngram_order: Annotated[int, "Branch memory: tokens of the longest n-gram."] = RoutingFields.ngram_order
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is fitted; the best round is kept.")] = 2
+    memory_heads: Annotated[int, "Branch memory: hashes of every order."] = (
+        RoutingFields.memory_heads
+    )
+    ngram_order: Annotated[int, "Branch memory: tokens of the longest n-gram."] = (
+        RoutingFields.ngram_order
+    )
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often everything is fitted; the best round is kept.")
+    ] = 2
     blocks: Annotated[int, typer.Option(min=2, help="Blocks of text to fit on.")] = 64
     split: Annotated[str, "Split to fit on."] = "train"
     seed: Annotated[int, "Seed of the adapter."] = 0
@@ -97,7 +115,9 @@ def fit(options: FitOptions) -> None:
     loading.check_dtype(options.dtype, loading.DTYPES)
     # One of several under accelerate launch: each with a GPU of its own, or all on processors.
     process = PartialState(cpu=not torch.cuda.is_available())
-    source = loading.Source(options, config, *loading.find_base("", config, options.model, options.gguf_file))
+    source = loading.Source(
+        options, config, *loading.find_base("", config, options.model, options.gguf_file)
+    )
     loading.check_length(options.length, source.base_config)
     tokenizer = source.tokenizer()
     batches = source.batches(tokenizer, options.split, options.blocks)
@@ -118,14 +138,18 @@ def fit(options: FitOptions) -> None:
         return
     record = dict(remembered(model, "default").training or {})
     record["command"] = o.command_words(options.context, leave_out=("out", "overwrite"))
-    record["arguments"] = {name: getattr(options, name) for name in ("dataset", "dataset_name", "split")}
+    record["arguments"] = {
+        name: getattr(options, name) for name in ("dataset", "dataset_name", "split")
+    }
     record["examples"] = sum(len(batch["input_ids"]) for batch in batches)
     found = record["fit"]
     with made(options.out):
         save_adapter(options.out, model, tokenizer, record)
     for index, layer in found["layers"].items():
         if options.phases == "prefill":
-            say(f"layer {index}: prompts skip the {layer['target']}, for {layer['rank']} of {layer['branch']}")
+            say(
+                f"layer {index}: prompts skip the {layer['target']}, for {layer['rank']} of {layer['branch']}"
+            )
         else:
             say(f"layer {index}: {layer['share']:.1%} of the tokens run full")
     spread = found["loss_over_dense_error"]
@@ -140,7 +164,9 @@ def fit(options: FitOptions) -> None:
     )
     if not prompts:
         fewest, most = found["share_of_rows"]
-        say(f"thresholds are of this text: in nine rows of ten, {fewest:.0%} to {most:.0%} of all calls run in full")
+        say(
+            f"thresholds are of this text: in nine rows of ten, {fewest:.0%} to {most:.0%} of all calls run in full"
+        )
     fitted = model.peft_config["default"]
     if fitted.takes_budget():
         say(f"budget of the adapter: {budget_words(fitted, source.base_config.num_hidden_layers)}")

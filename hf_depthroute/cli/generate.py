@@ -27,16 +27,27 @@ class GenerateOptions(o.AdapterOptions):
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64
     budget: o.Budget = None
     phases: o.Phases = None
-    sample: Annotated[bool, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")] = False
+    sample: Annotated[
+        bool, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")
+    ] = False
     temperature: Annotated[float, "With --sample."] = 1.0
     top_p: Annotated[float, "With --sample: keep the likeliest tokens of this total."] = 1.0
     seed: Annotated[int, "With --sample."] = 0
     full: Annotated[bool, "Disable the adapter: the dense base."] = False
-    lossless: Annotated[bool, "The dense base's text: the routed model drafts it, the base checks the draft."] = False
-    draft_budget: Annotated[float | None, "With --lossless: the draft's budget. Default: the adapter's."] = None
-    draft_drop: Annotated[str | None, "With --lossless: decoder layers that the draft leaves out, such as 3,4."] = None
+    lossless: Annotated[
+        bool, "The dense base's text: the routed model drafts it, the base checks the draft."
+    ] = False
+    draft_budget: Annotated[
+        float | None, "With --lossless: the draft's budget. Default: the adapter's."
+    ] = None
+    draft_drop: Annotated[
+        str | None, "With --lossless: decoder layers that the draft leaves out, such as 3,4."
+    ] = None
     draft_tokens: Annotated[
-        int | None, typer.Option(min=1, help="With --lossless: tokens drafted before the base looks. Default: 5.")
+        int | None,
+        typer.Option(
+            min=1, help="With --lossless: tokens drafted before the base looks. Default: 5."
+        ),
     ] = None
 
 
@@ -70,7 +81,9 @@ def generate(options: GenerateOptions) -> None:
 
     loading.changed_fields(source.config, options.draft_budget, option="--draft-budget")
     if options.lossless and (options.phases or source.config.phases) == "prefill":
-        raise CliError("--lossless drafts by the routed model, which phases='prefill' runs in full; add --phases all")
+        raise CliError(
+            "--lossless drafts by the routed model, which phases='prefill' runs in full; add --phases all"
+        )
     depth = source.base_config.num_hidden_layers
     if dropped and (dropped[-1] >= depth or len(dropped) == depth):
         layers = f"the model has layers 0 to {depth - 1}; name some of them, not all"
@@ -85,11 +98,15 @@ def generate(options: GenerateOptions) -> None:
     if length == 0:
         raise CliError("the prompt has no tokens in this model's tokenizer")
     total = length + options.max_new_tokens
-    loading.check_length(total, source.base_config, f"prompt of {length} tokens + --max-new-tokens =")
+    loading.check_length(
+        total, source.base_config, f"prompt of {length} tokens + --max-new-tokens ="
+    )
     routed = source.routed(source.base_model())
     ids = torch.tensor([prompt_ids], device=routed.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    source.check_fitted(routed, [b for b in (options.budget, options.draft_budget) if b is not None])
+    source.check_fitted(
+        routed, [b for b in (options.budget, options.draft_budget) if b is not None]
+    )
     if options.budget is not None:
         set_budget(routed, options.budget)
 
@@ -98,12 +115,26 @@ def generate(options: GenerateOptions) -> None:
         pad = tokenizer.eos_token_id
     else:
         pad = tokenizer.pad_token_id
-    settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    settings: dict[str, Any] = {
+        "do_sample": False,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
+    }
     if options.sample:
-        settings = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+        settings = {
+            "do_sample": True,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": 0,
+        }
     settings |= {"max_new_tokens": options.max_new_tokens, "pad_token_id": pad}
     if options.lossless:
-        draft = {"budget": options.draft_budget, "drop": dropped, "num_tokens": options.draft_tokens or 5}
+        draft = {
+            "budget": options.draft_budget,
+            "drop": dropped,
+            "num_tokens": options.draft_tokens or 5,
+        }
         ids, report = _lossless(routed, inputs, draft, settings)
     else:
         dense: AbstractContextManager[None] = nullcontext()
@@ -158,7 +189,9 @@ def _check_options(options: GenerateOptions) -> None:
     if options.lossless and options.full:
         raise CliError("--lossless writes what --full writes; leave one out")
     if options.lossless and options.budget is not None:
-        raise CliError("--budget has no effect with --lossless, which writes the full model's text; use --draft-budget")
+        raise CliError(
+            "--budget has no effect with --lossless, which writes the full model's text; use --draft-budget"
+        )
 
 
 def _prompt(given: str | None) -> str:
@@ -174,7 +207,9 @@ def _prompt(given: str | None) -> str:
                 given = raw.read().decode("utf-8")
         except UnicodeDecodeError as error:
             byte = error.object[error.start]
-            raise CliError(f"the prompt on stdin is not UTF-8: byte {byte:#x} at position {error.start}") from error
+            raise CliError(
+                f"the prompt on stdin is not UTF-8: byte {byte:#x} at position {error.start}"
+            ) from error
         given = given.rstrip("\n")
     if not given:
         raise CliError('the prompt is empty; pass --prompt "..." or pipe text in')

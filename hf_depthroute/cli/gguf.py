@@ -20,7 +20,9 @@ def find_gguf_file(model: str | None, given: str | None, config: DepthRouteConfi
     """
     base = Path(model or config.base_model_name_or_path or "")
     if base.suffix == ".gguf" and base.is_file():
-        raise CliError(f"model {base}: is a GGUF file; pass --model {base.parent} --gguf-file {base.name}")
+        raise CliError(
+            f"model {base}: is a GGUF file; pass --model {base.parent} --gguf-file {base.name}"
+        )
     found = given
     there = base.is_dir() and not (base / "config.json").is_file()
     files = []
@@ -34,7 +36,9 @@ def find_gguf_file(model: str | None, given: str | None, config: DepthRouteConfi
         others = ""
         if len(files) > 1:
             others = f" (or {', '.join(files[1:4])})"
-        raise CliError(f"model {base}: has no config.json, but a GGUF file; pass --gguf-file {files[0]}{others}")
+        raise CliError(
+            f"model {base}: has no config.json, but a GGUF file; pass --gguf-file {files[0]}{others}"
+        )
     if given is not None and base.is_dir() and not (base / given).is_file():
         if files:
             listed = f"it has {', '.join(files[:4])}"
@@ -42,5 +46,7 @@ def find_gguf_file(model: str | None, given: str | None, config: DepthRouteConfi
             listed = "it has no such file"
         raise CliError(f"--gguf-file {given}: is not in {base}; {listed}")
     if found is not None and importlib.util.find_spec("gguf") is None:
-        raise CliError(f"--gguf-file {found}: reading it needs the package gguf; install it with: pip install gguf")
+        raise CliError(
+            f"--gguf-file {found}: reading it needs the package gguf; install it with: pip install gguf"
+        )
     return found

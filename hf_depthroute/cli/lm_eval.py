@@ -30,7 +30,9 @@ def lm_eval(context: typer.Context, debug: o.Debug = False) -> None:
 
         from ..evaluation import harness as harness  # registers depthroute
     except ImportError as error:
-        raise CliError(f'lm-eval needs its package ({error}); install it with: pip install "lm-eval[hf]"') from error
+        raise CliError(
+            f'lm-eval needs its package ({error}); install it with: pip install "lm-eval[hf]"'
+        ) from error
     from .. import registration as registration
 
     words = o.passed_on(context)
@@ -41,7 +43,9 @@ def lm_eval(context: typer.Context, debug: o.Debug = False) -> None:
         cli_evaluate()
     except SystemExit as ended:
         if ended.code:  # it has said why
-            raise CliError("lm-eval stopped, see above; lm-eval run --help lists its arguments") from ended
+            raise CliError(
+                "lm-eval stopped, see above; lm-eval run --help lists its arguments"
+            ) from ended
     finally:
         sys.argv = before
 

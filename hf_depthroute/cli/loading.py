@@ -47,7 +47,9 @@ def load_config(model: str, gguf_file: str | None = None) -> Any:
         how = {}
         if gguf_file is not None:
             how = {"gguf_file": gguf_file}
-        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trusts_remote_code(), **how)
+        config = transformers.AutoConfig.from_pretrained(
+            model, trust_remote_code=trusts_remote_code(), **how
+        )
     with refused(f"model {model}: ", UnsupportedModelError):
         row_of(config)
     if text_config(config) is not config:
@@ -66,7 +68,10 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
     folder = Path(adapter)
     for name in ("adapter_config.json", "adapter_model.safetensors") if folder.is_dir() else ():
         if not (folder / name).is_file():
-            raise CliError(f"adapter {adapter}: there is no {name} in it; is this the --out of a training?", ADAPTER)
+            raise CliError(
+                f"adapter {adapter}: there is no {name} in it; is this the --out of a training?",
+                ADAPTER,
+            )
     with explained(f"adapter {adapter}", adapter, code=ADAPTER):
         try:
             config = peft.PeftConfig.from_pretrained(adapter)
@@ -97,11 +102,16 @@ def find_base(
         if model is not None or refused_code(error, base) is not None:
             raise
         hint = f"{error}; adapter {adapter} names this base: where it is elsewhere by now, pass --model"
-        raise (CliError(hint, error.code) if isinstance(error, CliError) else HubError(hint)) from error
+        raise (
+            CliError(hint, error.code) if isinstance(error, CliError) else HubError(hint)
+        ) from error
 
 
 def changed_fields(
-    config: DepthRouteConfig, budget: float | None, phases: str | None = None, option: str = "--budget"
+    config: DepthRouteConfig,
+    budget: float | None,
+    phases: str | None = None,
+    option: str = "--budget",
 ) -> dict[str, Any]:
     """The fields of the configuration that `--budget` and `--phases` change; `ConfigError` if they cannot."""
     from ..config.adapter import check_budget, check_phases
@@ -109,7 +119,9 @@ def changed_fields(
     changed: dict[str, Any] = {}
     if budget is not None:
         if not config.takes_budget():
-            raise CliError(f"{option} {budget}: this adapter's threshold is fixed, whatever the budget; leave it out")
+            raise CliError(
+                f"{option} {budget}: this adapter's threshold is fixed, whatever the budget; leave it out"
+            )
         changed["budget"] = check_budget(budget)
     if phases is not None:
         changed["phases"] = check_phases(phases, config.granularity, config.target)
@@ -135,7 +147,9 @@ def check_length(length: int, config: Any, option: str = "--length") -> None:
     """Refuse more positions than the model has: some families crash there, others only get worse."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
-        raise CliError(f"{option} {length}: the model has {positions} positions; use at most {positions}")
+        raise CliError(
+            f"{option} {length}: the model has {positions} positions; use at most {positions}"
+        )
 
 
 @dataclass(frozen=True)
@@ -157,7 +171,11 @@ class Source:
         from ..adapter.base_check import check_base
         from ..adapter.files import AdapterMismatchError
 
-        origin = {"model": self.base, "adapter": self.options.adapter, "weights_hash": self.config.weights_hash}
+        origin = {
+            "model": self.base,
+            "adapter": self.options.adapter,
+            "weights_hash": self.config.weights_hash,
+        }
         try:
             check_base(routed.get_base_model(), self.config.base_architecture or {})
         except AdapterMismatchError:  # which --allow-base-mismatch let in
@@ -175,17 +193,25 @@ class Source:
             if self.gguf_file is not None:
                 how = {"gguf_file": self.gguf_file}
             trust = trusts_remote_code()
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.base, trust_remote_code=trust, **how)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                self.base, trust_remote_code=trust, **how
+            )
         if len(tokenizer) == 0:
-            raise CliError(f"{what}: it is empty; are tokenizer.json and tokenizer_config.json there?")
+            raise CliError(
+                f"{what}: it is empty; are tokenizer.json and tokenizer_config.json there?"
+            )
         highest = max(tokenizer.get_vocab().values())
         if highest >= size:
-            raise CliError(f"{what}: token id {highest} does not fit the model's vocabulary of {size}")
+            raise CliError(
+                f"{what}: token id {highest} does not fit the model's vocabulary of {size}"
+            )
         return tokenizer
 
     def batches(self, tokenizer: Any, split: str, blocks: int) -> list[dict[str, torch.Tensor]]:
         """Up to `blocks` blocks of a split of the text."""
-        return to_batches(read_blocks(self.options, tokenizer, split), self.options.batch_size, blocks)
+        return to_batches(
+            read_blocks(self.options, tokenizer, split), self.options.batch_size, blocks
+        )
 
     def base_model(self) -> Any:
         """The base model, in eval mode, on the GPU if there is one."""
@@ -217,7 +243,11 @@ class Source:
         mismatch: AbstractContextManager[None] = nullcontext()
         if getattr(self.options, "allow_base_mismatch", False):
             mismatch = allow_base_mismatch()
-        with explained(f"adapter {adapter}", adapter, code=ADAPTER), mismatch, noted(BaseDiffersWarning):
+        with (
+            explained(f"adapter {adapter}", adapter, code=ADAPTER),
+            mismatch,
+            noted(BaseDiffersWarning),
+        ):
             routed = peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
         if self.phases is not None:
             set_phases(routed, self.phases)
@@ -227,7 +257,11 @@ class Source:
         """Refuse budgets below 1 where the thresholds were never fitted, so that no share could be asked for."""
         from ..inference.calibration import is_calibrated
 
-        if min(budgets, default=1.0) < 1 and self.config.takes_budget() and not is_calibrated(routed):
+        if (
+            min(budgets, default=1.0) < 1
+            and self.config.takes_budget()
+            and not is_calibrated(routed)
+        ):
             why = "its thresholds were never fitted, so it keeps no budget; train it, or calibrate it and save it again"
             raise CliError(f"adapter {self.options.adapter}: {why}")
 
@@ -239,7 +273,12 @@ def find_source(options: AdapterOptions) -> Source:
     config = load_adapter_config(options.adapter)
     phases = getattr(options, "phases", None)
     changed_fields(config, getattr(options, "budget", None), phases)
-    return Source(options, config, *find_base(options.adapter, config, options.model, options.gguf_file), phases)
+    return Source(
+        options,
+        config,
+        *find_base(options.adapter, config, options.model, options.gguf_file),
+        phases,
+    )
 
 
 def read_blocks(options: Any, tokenizer: Any, split: str, other: str | None = None) -> Any:
@@ -270,7 +309,9 @@ def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[st
     else:
         rows = itertools.islice(packed, blocks)
     ids = [row["input_ids"] for row in rows]
-    batches = [torch.tensor(ids[start : start + batch_size]) for start in range(0, len(ids), batch_size)]
+    batches = [
+        torch.tensor(ids[start : start + batch_size]) for start in range(0, len(ids), batch_size)
+    ]
     return [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in batches]
 
 
@@ -306,7 +347,9 @@ def explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
     except (CliError, UnsupportedModelError):
         raise
     except (AdapterMismatchError, ConfigError) as error:
-        raise CliError(f"{what}: {error}", ADAPTER if isinstance(error, AdapterMismatchError) else code) from error
+        raise CliError(
+            f"{what}: {error}", ADAPTER if isinstance(error, AdapterMismatchError) else code
+        ) from error
     except Exception as error:
         if out_of_memory(error) or disk_full(error):
             raise
@@ -318,7 +361,9 @@ def explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
             if any(isinstance(cause, HFValidationError) for cause in causes(error)):
                 raise CliError(f"{what}: no such folder, and not a Hub id (user/name)") from error
         if isinstance(error, safetensors.SafetensorError):
-            raise CliError(f"{what}: the weights are corrupt ({error}); download or copy them again", code) from error
+            raise CliError(
+                f"{what}: the weights are corrupt ({error}); download or copy them again", code
+            ) from error
         if isinstance(error, OSError | ValueError | KeyError | TypeError):
             raise CliError(f"{what}: cannot be loaded: {reason(error)}", code) from error
         raise

@@ -69,11 +69,18 @@ def _as_typed(path: Path, key: str, value: Any, option: Any) -> Any:
     if flag:
         return value
     if getattr(option, "multiple", False):  # given once for each value
-        return [_as_typed(path, key, each, None) for each in (value if isinstance(value, list) else [value])]
-    if isinstance(value, list) and all(isinstance(x, int | float) and not isinstance(x, bool) for x in value):
+        return [
+            _as_typed(path, key, each, None)
+            for each in (value if isinstance(value, list) else [value])
+        ]
+    if isinstance(value, list) and all(
+        isinstance(x, int | float) and not isinstance(x, bool) for x in value
+    ):
         return ",".join(map(str, value))
     if not isinstance(value, str | int | float):
-        raise CliError(f"{path}: {key} must be a single value or a list of numbers, not {type(value).__name__}")
+        raise CliError(
+            f"{path}: {key} must be a single value or a list of numbers, not {type(value).__name__}"
+        )
     return str(value)
 
 
@@ -95,7 +102,9 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
             default = field.default
         annotation = _annotation(field, kinds[field.name])
         parameters.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
         )
 
     def call(**values: Any) -> None:
@@ -138,7 +147,9 @@ def option_name(field: str) -> str:
 def given(context: typer.Context) -> set[str]:
     """Names of the options that the command line or the YAML file sets."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    return {
+        name for name, source in sources.items() if source is not None and source.name != "DEFAULT"
+    }
 
 
 def refuse_unused(context: typer.Context, names: Iterable[str], why: str) -> None:
@@ -147,7 +158,9 @@ def refuse_unused(context: typer.Context, names: Iterable[str], why: str) -> Non
     set_here = given(context)
     unused = [words[name] for name in names if name in set_here]
     if unused:
-        raise CliError(f"{context.info_name}: {' and '.join(unused)} {'has' if len(unused) == 1 else 'have'} {why}")
+        raise CliError(
+            f"{context.info_name}: {' and '.join(unused)} {'has' if len(unused) == 1 else 'have'} {why}"
+        )
 
 
 def _word(context: typer.Context, option: Any) -> str:
@@ -202,10 +215,15 @@ def parse_pattern(text: str) -> dict[str, str | int]:
     parts = [part.strip().partition("=") for part in text.split(",")]
     if not all(key.strip().isdigit() and value.strip() for key, _, value in parts):
         raise CliError(f"{text!r}: write layer=value, such as 28=block,29=block")
-    return {key.strip(): int(value) if value.strip().isdigit() else value.strip() for key, _, value in parts}
+    return {
+        key.strip(): int(value) if value.strip().isdigit() else value.strip()
+        for key, _, value in parts
+    }
 
 
-def parse_numbers(option: str, text: str, low: int | None = 1, wanted: str = "whole numbers, such as 1,8") -> list[int]:
+def parse_numbers(
+    option: str, text: str, low: int | None = 1, wanted: str = "whole numbers, such as 1,8"
+) -> list[int]:
     """`"1,8"` -> `[1, 8]`; `CliError` where that is no list of whole numbers, each at least `low`."""
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -221,7 +239,9 @@ def parse_names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, 
     names = tuple(part.strip() for part in text.split(","))
     unknown = [name for name in names if name not in allowed]
     if unknown:
-        raise CliError(f"{option} {text}: {unknown[0]!r} is unknown here; use some of: {', '.join(allowed)}")
+        raise CliError(
+            f"{option} {text}: {unknown[0]!r} is unknown here; use some of: {', '.join(allowed)}"
+        )
     return names
 
 
@@ -238,7 +258,9 @@ def either(context: typer.Context, value: str | None) -> str | None:
     source = context.get_parameter_source("adapter")
     if value and source is not None and source.name == "COMMANDLINE":
         if not value.startswith("-"):
-            raise CliError(f"{context.info_name}: {value} and --adapter {old} name an adapter twice; leave one out")
+            raise CliError(
+                f"{context.info_name}: {value} and --adapter {old} name an adapter twice; leave one out"
+            )
         context.meta[_TAKEN] = [value]
     return str(old)
 
@@ -271,9 +293,15 @@ def _trust_remote_code(context: typer.Context, given: bool) -> bool:
 
 
 _ADAPTER = "Hub id or folder of the adapter."
-Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", show_default=False, callback=_one, help=_ADAPTER)]
-AnyAdapter = Annotated[str, typer.Argument(metavar="ADAPTER", show_default=False, callback=either, help=_ADAPTER)]
-OldAdapter = Annotated[str | None, typer.Option("--adapter", is_eager=True, help="Older spelling of ADAPTER.")]
+Adapter = Annotated[
+    str, typer.Argument(metavar="ADAPTER", show_default=False, callback=_one, help=_ADAPTER)
+]
+AnyAdapter = Annotated[
+    str, typer.Argument(metavar="ADAPTER", show_default=False, callback=either, help=_ADAPTER)
+]
+OldAdapter = Annotated[
+    str | None, typer.Option("--adapter", is_eager=True, help="Older spelling of ADAPTER.")
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -284,7 +312,9 @@ ConfigFile = Annotated[
         help="YAML file of these options; the command line overrides it.",
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show warnings, and the traceback of an error.")]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show warnings, and the traceback of an error.")
+]
 BaseModel = Annotated[str | None, "Hub id or folder of the base model. Default: the adapter's."]
 TrustRemoteCode = Annotated[
     bool,
@@ -301,15 +331,21 @@ Dataset = Annotated[
         help="python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder (also of save_to_disk), or a Hub id.",
     ),
 ]
-Budgets = Annotated[str, "Shares of tokens that run full in the layers with a gate, comma-separated."]
-Budget = Annotated[
-    float | None, "Share of tokens that runs in full in the layers with a gate, in (0, 1]. Default: the adapter's."
+Budgets = Annotated[
+    str, "Shares of tokens that run full in the layers with a gate, comma-separated."
 ]
-Phases = Annotated[str | None, "What is routed: all, or prefill (prompts only). Default: the adapter's."]
+Budget = Annotated[
+    float | None,
+    "Share of tokens that runs in full in the layers with a gate, in (0, 1]. Default: the adapter's.",
+]
+Phases = Annotated[
+    str | None, "What is routed: all, or prefill (prompts only). Default: the adapter's."
+]
 ChatTemplate = Annotated[
     bool,
     typer.Option(
-        "--chat-template/--no-chat-template", help="Put the prompt into the tokenizer's chat template, if any."
+        "--chat-template/--no-chat-template",
+        help="Put the prompt into the tokenizer's chat template, if any.",
     ),
 ]
 
@@ -319,7 +355,10 @@ class BaseOptions:
     """Options of the commands that load a base model."""
 
     gguf_file: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The base is this GGUF file in --model. Default: the adapter's.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The base is this GGUF file in --model. Default: the adapter's."
+        ),
     ] = None
     dtype: Annotated[str, "auto (as stored), float32, bfloat16 or float16."] = "auto"
     config: ConfigFile = None
@@ -334,17 +373,22 @@ class AdapterOptions(BaseOptions):
     adapter: Adapter = ""
     adapter_option: OldAdapter = None
     model: BaseModel = None
-    allow_base_mismatch: Annotated[bool, "Load the adapter onto a base of its shape with other weights."] = False
+    allow_base_mismatch: Annotated[
+        bool, "Load the adapter onto a base of its shape with other weights."
+    ] = False
 
 
 @dataclass(kw_only=True)
 class TextOptions:
     """Options of the commands that read blocks of a text."""
 
-    dataset_name: Annotated[str | None, "Configuration of the Hub dataset, such as sample-10BT."] = None
+    dataset_name: Annotated[
+        str | None, "Configuration of the Hub dataset, such as sample-10BT."
+    ] = None
     column: Annotated[str, "Column that holds the text."] = "text"
     streaming: Annotated[
-        bool, typer.Option("--streaming/--no-streaming", help="Read the dataset without downloading it.")
+        bool,
+        typer.Option("--streaming/--no-streaming", help="Read the dataset without downloading it."),
     ] = False
     batch_size: Annotated[int, typer.Option(min=1, help="Blocks in a batch.")] = 8
     length: Annotated[int, typer.Option(min=2, help="Tokens in a block.")] = 256

@@ -42,9 +42,13 @@ def check_out(out: Path, overwrite: bool, resume: bool = False) -> Path:
         raise CliError(f"--out {out}: holds {checkpoints[0]} of a run that did not end; {what}")
     if not checkpoints and any(name != _LOGS for name in held):
         if not overwrite:
-            raise CliError(f"--out {out}: already exists and is not empty; pass --overwrite or name another folder")
+            raise CliError(
+                f"--out {out}: already exists and is not empty; pass --overwrite or name another folder"
+            )
         if "adapter_config.json" not in held:
-            raise CliError(f"--out {out}: holds files but no adapter; --overwrite replaces adapters only")
+            raise CliError(
+                f"--out {out}: holds files but no adapter; --overwrite replaces adapters only"
+            )
     parent = next(folder for folder in (resolved, *resolved.parents) if folder.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         raise CliError(f"--out {out}: no permission to write in {parent}")
@@ -55,11 +59,16 @@ def check_space(folder: Path, needed: int) -> None:
     """Refuse a folder in which `needed` bytes cannot be written, before hours are spent on them."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise CliError(f"--out {folder}: needs about {needed:,} bytes and only {free:,} are free there", RESOURCES)
+        raise CliError(
+            f"--out {folder}: needs about {needed:,} bytes and only {free:,} are free there",
+            RESOURCES,
+        )
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise CliError(f"--out {folder}: no file can be made there: {error.strerror}", RESOURCES) from error
+        raise CliError(
+            f"--out {folder}: no file can be made there: {error.strerror}", RESOURCES
+        ) from error
 
 
 def short_name(source: str) -> str:
@@ -134,7 +143,12 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)  # a pipe or a file has no width to cut numbers for
-    table = Table(*header, box=box.SIMPLE_HEAD if wide else box.HEAVY_HEAD, collapse_padding=wide, pad_edge=not wide)
+    table = Table(
+        *header,
+        box=box.SIMPLE_HEAD if wide else box.HEAVY_HEAD,
+        collapse_padding=wide,
+        pad_edge=not wide,
+    )
     for number, column in enumerate(table.columns):
         text = wide and (number == 0 or not any(row[number][:1].isdigit() for row in rows))
         if text:

@@ -46,12 +46,18 @@ def play(options: PlayOptions) -> None:
     page = make_page(model, tokenizer, short_name(options.adapter), options.chat_template)
     try:
         _, address, _ = page.launch(
-            server_name=options.host, server_port=options.port, prevent_thread_lock=True, ssr_mode=False, quiet=True
+            server_name=options.host,
+            server_port=options.port,
+            prevent_thread_lock=True,
+            ssr_mode=False,
+            quiet=True,
         )
     except OSError as error:
         if disk_full(error):  # Gradio keeps files of its pages
             raise
-        raise CliError(f"--host {options.host} --port {options.port}: cannot listen there; choose others") from error
+        raise CliError(
+            f"--host {options.host} --port {options.port}: cannot listen there; choose others"
+        ) from error
     say(f"playing with {options.adapter} on {source.base}: open {address} (Ctrl-C ends it)")
     try:
         threading.Event().wait()

@@ -27,26 +27,42 @@ _TIMED_BLOCKS = 4  # sequences of the prefill that is timed, as in bench
 class ReportOptions(o.TextOptions, o.AdapterOptions):
     dataset: Annotated[
         str,
-        typer.Option(show_default=False, callback=o.check_dataset, help="Text to measure and to show: as for train."),
+        typer.Option(
+            show_default=False,
+            callback=o.check_dataset,
+            help="Text to measure and to show: as for train.",
+        ),
     ] = ""
     split: Annotated[str, "Split of the text."] = "train"
-    budgets: Annotated[str | None, "Fractions of tokens that run full, comma-separated. Default: 0.25,0.5,0.75."] = None
+    budgets: Annotated[
+        str | None, "Fractions of tokens that run full, comma-separated. Default: 0.25,0.5,0.75."
+    ] = None
     blocks: Annotated[int, typer.Option(min=1, help="At most this many blocks.")] = 64
     samples: Annotated[int, typer.Option(min=1, help="Blocks of the text in the token view.")] = 3
     prompt: Annotated[str | None, "Show how this text is continued, too."] = None
     max_new_tokens: Annotated[int, typer.Option(min=1, help="With --prompt: tokens to add.")] = 64
     eval_file: Annotated[
-        Path | None, typer.Option("--eval", metavar="FILE", help="Losses from eval --out, instead of taking them.")
+        Path | None,
+        typer.Option(
+            "--eval", metavar="FILE", help="Losses from eval --out, instead of taking them."
+        ),
     ] = None
     bench_file: Annotated[
-        Path | None, typer.Option("--bench", metavar="FILE", help="Times from bench --out, instead of taking them.")
+        Path | None,
+        typer.Option(
+            "--bench", metavar="FILE", help="Times from bench --out, instead of taking them."
+        ),
     ] = None
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the speed; medians are reported.")] = 15
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Rounds of the speed; medians are reported.")
+    ] = 15
     title: Annotated[str | None, "Of the page. Default: the adapter's name."] = None
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where to write: a folder or a .html. Default: ADAPTER/report."),
+        typer.Option(
+            metavar="FOLDER", help="Where to write: a folder or a .html. Default: ADAPTER/report."
+        ),
     ] = None
 
 
@@ -83,15 +99,22 @@ def _report_adapter(given: ReportOptions) -> Path:
     from . import loading
 
     source = loading.find_source(given)
-    for option, file, result in (("--eval", given.eval_file, known), ("--bench", given.bench_file, timed)):
-        check_origin(f"{option} {file}", result or {}, source.config.weights_hash, given.allow_base_mismatch)
+    for option, file, result in (
+        ("--eval", given.eval_file, known),
+        ("--bench", given.bench_file, timed),
+    ):
+        check_origin(
+            f"{option} {file}", result or {}, source.config.weights_hash, given.allow_base_mismatch
+        )
     behind = source.config.phases == "prefill"
     if rows and bool(rows[0].get("behind_prompts")) != behind:
         if behind:
             counted = "the text behind prompts, which alone are routed"
         else:
             counted = "whole texts"
-        raise CliError(f"--eval {given.eval_file}: its losses are not of {counted}; measure them again")
+        raise CliError(
+            f"--eval {given.eval_file}: its losses are not of {counted}; measure them again"
+        )
     loading.check_length(given.length, source.base_config)
     tokenizer = source.tokenizer()
     batches = source.batches(tokenizer, given.split, given.blocks)
@@ -183,7 +206,9 @@ def _wanted_budgets(given: ReportOptions, rows: list[dict[str, Any]] | None) -> 
     return budgets
 
 
-def _check_rows(given: ReportOptions, rows: list[dict[str, Any]], budgets: list[float], follows: bool) -> None:
+def _check_rows(
+    given: ReportOptions, rows: list[dict[str, Any]], budgets: list[float], follows: bool
+) -> None:
     """One dense row, and one of the inference rule per budget, all with a loss that is a number."""
     if follows:
         rule = "threshold"
@@ -202,10 +227,14 @@ def _check_rows(given: ReportOptions, rows: list[dict[str, Any]], budgets: list[
         raise CliError(f"{source}: no dense row")
     broken = [row for row in rows if not math.isfinite(row["loss"])]
     if broken:
-        raise CliError(f"{source}: the {broken[0]['rule']} loss is {broken[0]['loss']}; there is nothing to draw")
+        raise CliError(
+            f"{source}: the {broken[0]['rule']} loss is {broken[0]['loss']}; there is nothing to draw"
+        )
 
 
-def _samples(given: ReportOptions, tokenizer: Any, batches: list[dict[str, Any]], base_config: Any) -> list[Any]:
+def _samples(
+    given: ReportOptions, tokenizer: Any, batches: list[dict[str, Any]], base_config: Any
+) -> list[Any]:
     from ..report.collect import Sample
     from . import loading
 
@@ -213,7 +242,9 @@ def _samples(given: ReportOptions, tokenizer: Any, batches: list[dict[str, Any]]
     found = [Sample(f"text {number}", row) for number, row in enumerate(rows, 1)]
     if given.prompt is None:
         return found
-    ids = tokenizer(given.prompt, return_tensors="pt", return_token_type_ids=False)["input_ids"][0].long()
+    ids = tokenizer(given.prompt, return_tensors="pt", return_token_type_ids=False)["input_ids"][
+        0
+    ].long()
     if len(ids) == 0:
         raise CliError("--prompt has no tokens in this model's tokenizer")
     total = len(ids) + given.max_new_tokens
@@ -233,7 +264,14 @@ def _measure_speed(
     prompts = batches[0]["input_ids"][:_TIMED_BLOCKS]
     room = getattr(routed.config, "max_position_embeddings", None) or math.inf
     steps = int(min(16, room - prompts.shape[1]))
-    return bench(routed, base=untouched, input_ids=prompts, budgets=budgets, decode_steps=steps, repeats=repeats)
+    return bench(
+        routed,
+        base=untouched,
+        input_ids=prompts,
+        budgets=budgets,
+        decode_steps=steps,
+        repeats=repeats,
+    )
 
 
 def _facts(
@@ -254,17 +292,25 @@ def _facts(
     if not soft:
         trained = f", branch {config.branch}, trained at budget {config.budget:g}"
     facts = [
-        ("Base model", f"{short_name(source.base)}, {routed.config.model_type}, {size:,} parameters"),
+        (
+            "Base model",
+            f"{short_name(source.base)}, {routed.config.model_type}, {size:,} parameters",
+        ),
         ("Adapter", adapter + trained),
         ("Text", _text(given.dataset, given.split, blocks, given.length)),
     ]
     if losses is not None:  # they may be of another text
         recorded = [losses.get(name) for name in ("dataset", "split", "blocks", "length")]
-        facts.append(("Text of the losses", "not recorded" if None in recorded else _text(*recorded)))
+        facts.append(
+            ("Text of the losses", "not recorded" if None in recorded else _text(*recorded))
+        )
     if machine := timed.get("machine"):
         dtype = timed.get("setting", {}).get("dtype", "")
         facts.append(("Machine", f"{machine['device']}, {machine['threads']} threads, {dtype}"))
-    return [*facts, ("Versions", ", ".join(f"{name} {version}" for name, version in versions().items()))]
+    return [
+        *facts,
+        ("Versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
+    ]
 
 
 def _text(dataset: Any, split: Any, blocks: Any, length: Any) -> str:

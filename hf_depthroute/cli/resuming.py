@@ -55,7 +55,9 @@ def checkpoint_to_resume(out: Path) -> Path | None:
     return found
 
 
-def check_same_run(checkpoint: Path, config: DepthRouteConfig, arguments: Mapping[str, Any]) -> None:
+def check_same_run(
+    checkpoint: Path, config: DepthRouteConfig, arguments: Mapping[str, Any]
+) -> None:
     """Refuse a checkpoint of another adapter than `config` describes, or of a run with other options.
 
     A Trainer goes on with the checkpoint's optimizer and schedule: a learning rate that is given now would be recorded
@@ -74,7 +76,9 @@ def check_same_run(checkpoint: Path, config: DepthRouteConfig, arguments: Mappin
         before = getattr(saved, field.name)
         now = getattr(config, field.name)
         if before != now:
-            raise CliError(f"--resume: {checkpoint} was trained with {field.name}={before}, not {now}; give it again")
+            raise CliError(
+                f"--resume: {checkpoint} was trained with {field.name}={before}, not {now}; give it again"
+            )
     adapter = {o.key_of(field.name) for field in fields(RoutingFields)} - {"seed"}
     earlier = _arguments_in(checkpoint)
     for name, now in json.loads(json.dumps(dict(arguments))).items():

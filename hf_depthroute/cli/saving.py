@@ -38,7 +38,9 @@ def save_adapter(out: Path, model: Any, tokenizer: Any, record: dict[str, Any]) 
         if not disk_full(error):
             raise
         size = bytes_needed(model, tokenizer, checkpoints=False)
-        raise CliError(f"{out}: disk full; the adapter needs about {size:,} bytes", RESOURCES) from error
+        raise CliError(
+            f"{out}: disk full; the adapter needs about {size:,} bytes", RESOURCES
+        ) from error
     for checkpoint in checkpoints_in(out):
         shutil.rmtree(checkpoint, ignore_errors=True)
 

@@ -37,10 +37,15 @@ _BASE_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 @dataclass(kw_only=True)
 class ServeOptions(ServedAdapter):
     engine: Annotated[str, "What serves: transformers or vllm."] = "transformers"
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt; a longer one gets 400.")] = 16_384
-    max_output_tokens: Annotated[int, typer.Option(min=1, help="Longest answer; asking for more gets 400.")] = 4096
+    max_prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Longest prompt; a longer one gets 400.")
+    ] = 16_384
+    max_output_tokens: Annotated[
+        int, typer.Option(min=1, help="Longest answer; asking for more gets 400.")
+    ] = 4096
     max_requests: Annotated[
-        int, typer.Option(min=1, help="Requests at one time, running and waiting; one more gets 429.")
+        int,
+        typer.Option(min=1, help="Requests at one time, running and waiting; one more gets 429."),
     ] = 32
     trust_remote_code: o.TrustRemoteCode = False
 
@@ -67,13 +72,17 @@ def serve(options: ServeOptions) -> None:
     if options.engine != "transformers":
         raise CliError(f"--engine {options.engine}: use one of: transformers, vllm")
     if options.request_budgets:
-        raise CliError("--request-budgets goes with --engine vllm; transformers serve hands on no such parameter")
+        raise CliError(
+            "--request-budgets goes with --engine vllm; transformers serve hands on no such parameter"
+        )
     from transformers.utils.import_utils import is_serve_available
 
     from . import loading
 
     if not is_serve_available():
-        raise CliError('serve needs more packages; install them with: pip install "transformers[serving]"')
+        raise CliError(
+            'serve needs more packages; install them with: pip install "transformers[serving]"'
+        )
     loading.quiet(options.debug)
     adapter = options.adapter
     trusted = options.trust_remote_code
@@ -81,19 +90,28 @@ def serve(options: ServeOptions) -> None:
     changed = loading.changed_fields(config, options.budget, options.phases)
     base, base_config, gguf_file = loading.find_base(adapter, config, options.model)
     if gguf_file is not None:
-        raise CliError(f"model {base}: serve reads no GGUF file; save {gguf_file} as safetensors, and pass --model")
+        raise CliError(
+            f"model {base}: serve reads no GGUF file; save {gguf_file} as safetensors, and pass --model"
+        )
     positions = getattr(base_config, "max_position_embeddings", None)
     name = short_name(adapter)
     from transformers.cli.transformers import app
 
     from .serve_settings import Limits
 
-    limits = Limits(options.max_prompt_tokens, options.max_output_tokens, options.max_requests, positions)
+    limits = Limits(
+        options.max_prompt_tokens, options.max_output_tokens, options.max_requests, positions
+    )
 
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="depthroute") as root:
-        base_folder = loading.folder_of("model", base, [*_BASE_FILES, "*.py"] if trusted else _BASE_FILES)
+        base_folder = loading.folder_of(
+            "model", base, [*_BASE_FILES, "*.py"] if trusted else _BASE_FILES
+        )
         link_model(
-            base_folder, loading.folder_of("model", adapter, loading.ADAPTER_FILES), Path(root, name), code=trusted
+            base_folder,
+            loading.folder_of("model", adapter, loading.ADAPTER_FILES),
+            Path(root, name),
+            code=trusted,
         )
         if changed:
             change_config(Path(root, name, loading.ADAPTER_FILES[0]), **changed)
@@ -146,13 +164,17 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
     async def wrong(request: Any, error: Exception) -> Any:
         return JSONResponse(error_body(reason(error)[:300]), status_code=400)
 
-    def build_server(model_manager: Any, *handlers: Any, generation_state: Any, **others: Any) -> Any:
+    def build_server(
+        model_manager: Any, *handlers: Any, generation_state: Any, **others: Any
+    ) -> Any:
         model_manager.get_gen_models = lambda: [model]
         states.append(generation_state)
         served = build(model_manager, *handlers, generation_state=generation_state, **others)
         for kind in (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError):
             served.add_exception_handler(kind, wrong)
-        return Guard(served, name, limits, lambda: next(iter(model_manager.loaded_models.values())).processor)
+        return Guard(
+            served, name, limits, lambda: next(iter(model_manager.loaded_models.values())).processor
+        )
 
     configure: Any = uvicorn.Config
     server.build_server = build_server  # type: ignore[assignment]
@@ -181,7 +203,11 @@ def link_model(base: Path, adapter: Path, folder: Path, code: bool = False) -> N
     from .loading import ADAPTER_FILES
 
     folder.mkdir(parents=True)
-    files = {file.name: file for file in base.iterdir() if file.is_file() and (code or file.suffix != ".py")}
+    files = {
+        file.name: file
+        for file in base.iterdir()
+        if file.is_file() and (code or file.suffix != ".py")
+    }
     for name, file in (files | {name: adapter / name for name in ADAPTER_FILES}).items():
         (folder / name).symlink_to(file.resolve())
 

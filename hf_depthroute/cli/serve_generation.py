@@ -54,9 +54,13 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
     if length == 0:
         raise HTTPException(400, "the prompt has no tokens")
     if length > limits.prompt_tokens:
-        raise HTTPException(400, f"the prompt has {length} tokens; this server takes {limits.prompt_tokens}")
+        raise HTTPException(
+            400, f"the prompt has {length} tokens; this server takes {limits.prompt_tokens}"
+        )
     if room < 1:
-        raise HTTPException(400, f"the prompt has {length} tokens; the model has {limits.positions} positions")
+        raise HTTPException(
+            400, f"the prompt has {length} tokens; the model has {limits.positions} positions"
+        )
     # Of the model's own settings: a request's were checked.
     for name in ("num_beams", "num_return_sequences"):
         if (getattr(generation_config, name, None) or 1) > 1:
@@ -91,7 +95,9 @@ def check_shared(wanted: Any, shared: Any) -> None:
         if asked is None or asked == held or (name in _SAMPLING and not sampled):
             continue
         why = f"{said} is {asked!r}; with --continuous-batching all requests share the model's own, {held!r}"
-        raise HTTPException(400, f"{why[:200]}; leave it out, or serve without --continuous-batching")
+        raise HTTPException(
+            400, f"{why[:200]}; leave it out, or serve without --continuous-batching"
+        )
 
 
 def limited_managers(limits: Limits) -> tuple[type, type]:
@@ -116,15 +122,21 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
         def generate(self, **arguments: Any) -> Any:
             if self.gone.is_set():
                 return arguments["input_ids"]
-            return self.model.generate(**arguments, stopping_criteria=StoppingCriteriaList([self.stop]))
+            return self.model.generate(
+                **arguments, stopping_criteria=StoppingCriteriaList([self.stop])
+            )
 
     class Checked:
         """Both managers' streamed generation, of a request that is within the limits."""
 
-        def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any) -> Any:
+        def generate_streaming(
+            self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
+        ) -> Any:
             check_generation(inputs, gen_config, limits)
             manager: Any = super()
-            queue, streamer = manager.generate_streaming(model, processor, inputs, gen_config, **rest)
+            queue, streamer = manager.generate_streaming(
+                model, processor, inputs, gen_config, **rest
+            )
             STREAMERS.get().append(streamer)
             return queue, streamer
 
@@ -136,7 +148,9 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
             gone = threading.Event()
             try:
                 stoppable: Any = Stoppable(model, gone)
-                return await super().generate_non_streaming(stoppable, processor, inputs, gen_config, request_id)
+                return await super().generate_non_streaming(
+                    stoppable, processor, inputs, gen_config, request_id
+                )
             except asyncio.CancelledError:
                 gone.set()
                 raise
@@ -157,7 +171,9 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
         ) -> Any:
             check_generation(inputs, gen_config, limits)
             try:
-                return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+                return await super().generate_non_streaming(
+                    model, processor, inputs, gen_config, request_id
+                )
             except asyncio.CancelledError:
                 self._cb.cancel_request(request_id)  # type: ignore[union-attr]
                 raise

@@ -48,7 +48,9 @@ class Guard:
         tokenizer: Gives the model's, with which prompts are counted first; None: only the app counts them.
     """
 
-    def __init__(self, app: Any, model: str, limits: Limits, tokenizer: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, app: Any, model: str, limits: Limits, tokenizer: Callable[[], Any] | None = None
+    ) -> None:
         self.app = app
         self.model = model
         self.limits = limits
@@ -66,7 +68,9 @@ class Guard:
                 return
             content = self._checked(scope["path"], body)
             if self.requests >= self.limits.requests:
-                raise BadRequest(429, f"{self.requests} requests are running or waiting; try again later")
+                raise BadRequest(
+                    429, f"{self.requests} requests are running or waiting; try again later"
+                )
             self.requests += 1
             try:
                 await self._check_prompt(content)
@@ -81,7 +85,9 @@ class Guard:
 
     def _check_path(self, path: str) -> None:
         if path not in (*GENERATION, _LOAD):
-            raise BadRequest(404, f"{shown(path)[:100]} is not served; use one of: {', '.join(GENERATION)}")
+            raise BadRequest(
+                404, f"{shown(path)[:100]} is not served; use one of: {', '.join(GENERATION)}"
+            )
 
     async def _check_prompt(self, content: Mapping[str, Any]) -> None:
         """Refuse a prompt that is too long, in a thread: tokenising one of a megabyte takes seconds."""
@@ -110,7 +116,9 @@ class Guard:
     async def _run(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
         """The app on the body that was read, until it is done or the client has left."""
         # An id that a client chose could be another's, and answers are delivered by it.
-        headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"x-request-id"]
+        headers = [
+            (name, value) for name, value in scope["headers"] if name.lower() != b"x-request-id"
+        ]
         left, sent = asyncio.Event(), False
 
         async def replay() -> Message:
@@ -164,7 +172,11 @@ async def _read(request: Request, most: int) -> bytes | None:
 
 def _answer(refused: BadRequest) -> JSONResponse:
     # What is left of a body that is too large, or late, is not read.
-    headers = {429: {"Retry-After": "1"}, 408: {"Connection": "close"}, 413: {"Connection": "close"}}
+    headers = {
+        429: {"Retry-After": "1"},
+        408: {"Connection": "close"},
+        413: {"Connection": "close"},
+    }
     return JSONResponse(error_body(str(refused)), refused.status, headers.get(refused.status))
 
 

@@ -33,7 +33,9 @@ def fault_of_prompt(content: Mapping[str, Any], most: int, tokenizer: Any) -> st
     count = 0
     for text in texts:
         for start in range(0, len(text), _PIECE):
-            count += len(encode(text[start : start + _PIECE], add_special_tokens=False)["input_ids"])
+            count += len(
+                encode(text[start : start + _PIECE], add_special_tokens=False)["input_ids"]
+            )
             count -= start > 0  # a word that is cut in two may have a token more
             if count > most:
                 return f"the prompt has more than {most} tokens, which this server takes"
@@ -48,4 +50,6 @@ def _strings(value: Any) -> Iterator[str]:
         for part in value:
             yield from _strings(part)
     elif isinstance(value, dict):
-        yield from _strings(value.get("content", value.get("text", json.dumps(value, ensure_ascii=False))))
+        yield from _strings(
+            value.get("content", value.get("text", json.dumps(value, ensure_ascii=False)))
+        )

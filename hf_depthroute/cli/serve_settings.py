@@ -65,7 +65,9 @@ def _for_template(given: dict[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name in taken:
             raise ValueError(f"{name!r} is the server's; use what the model's own template knows")
-        if not (isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 256)):
+        if not (
+            isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 256)
+        ):
             raise ValueError(f"{name[:50]!r} must be true, false, a number or a short string")
     return given
 
@@ -114,7 +116,9 @@ class RequestSettings(BaseModel):
     max_output_tokens: Tokens | None = None
     stop: Stops | None = None
     generation_config: Json[GenerationSettings] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16), AfterValidator(_for_template)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], Field(max_length=16), AfterValidator(_for_template)] | None
+    ) = None
     # `transformers serve` takes these and does nothing with them: only what changes nothing passes.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
@@ -125,7 +129,9 @@ class RequestSettings(BaseModel):
     response_format: dict[Literal["type"], Literal["text"]] | None = None
 
 
-def wrong_settings(content: Mapping[str, Any], output_tokens: int, path: str = _BIASES) -> str | None:
+def wrong_settings(
+    content: Mapping[str, Any], output_tokens: int, path: str = _BIASES
+) -> str | None:
     """Why what a request's body says about its generation is refused; None if it is not.
 
     Args:

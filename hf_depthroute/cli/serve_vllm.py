@@ -43,9 +43,9 @@ class ServedAdapter:
     adapter_option: o.OldAdapter = None
     phases: o.Phases = None
     budget: o.Budget = None
-    request_budgets: Annotated[bool, "vLLM: a request may name its own budget, depth_route_budget in vllm_xargs."] = (
-        False
-    )
+    request_budgets: Annotated[
+        bool, "vLLM: a request may name its own budget, depth_route_budget in vllm_xargs."
+    ] = False
     debug: o.Debug = False
 
 
@@ -70,10 +70,14 @@ def serve_vllm(options: Any, context: typer.Context) -> None:
     from . import loading
 
     if options.trust_remote_code:
-        raise CliError("--trust-remote-code is not supported with --engine vllm: that code would be served, unrouted")
+        raise CliError(
+            "--trust-remote-code is not supported with --engine vllm: that code would be served, unrouted"
+        )
     for name in sorted(o.given(context) & _LIMITS.keys()):
         option = f"--{o.option_name(name)}"
-        raise CliError(f"{option} is a limit of --engine transformers; for vLLM, pass {_LIMITS[name]}")
+        raise CliError(
+            f"{option} is a limit of --engine transformers; for vLLM, pass {_LIMITS[name]}"
+        )
     loading.quiet(options.debug)
     words = vllm_words(options, o.passed_on(context))
     if importlib.util.find_spec("vllm") is None:
@@ -127,7 +131,9 @@ def vllm_words(options: Any, others: list[str]) -> list[str]:
         changed["request_budgets"] = True
     base, base_config, gguf_file = loading.find_base(options.adapter, config, options.model)
     if gguf_file is not None:
-        raise CliError(f"model {base}: vLLM routes no GGUF file; save {gguf_file} as safetensors and pass --model")
+        raise CliError(
+            f"model {base}: vLLM routes no GGUF file; save {gguf_file} as safetensors and pass --model"
+        )
     check_base_config(base_config)
     folder = loading.folder_of("adapter", options.adapter, loading.ADAPTER_FILES).resolve()
     if Path(base).is_dir():

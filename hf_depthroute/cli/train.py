@@ -20,46 +20,68 @@ class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions
 
     context: typer.Context
     dataset: o.Dataset
-    out: Annotated[Path, typer.Option(help="Folder for the adapter; its files are made when training is done.")]
-    model: Annotated[str | None, "Hub id or folder of the base model; with ADAPTER, its own."] = None
+    out: Annotated[
+        Path, typer.Option(help="Folder for the adapter; its files are made when training is done.")
+    ]
+    model: Annotated[str | None, "Hub id or folder of the base model; with ADAPTER, its own."] = (
+        None
+    )
     adapter: Annotated[
         str | None,
         typer.Argument(
-            metavar="ADAPTER", callback=o.either, help="An adapter to go on training, instead of a new one."
+            metavar="ADAPTER",
+            callback=o.either,
+            help="An adapter to go on training, instead of a new one.",
         ),
     ] = None
     adapter_option: o.OldAdapter = None
     init: Annotated[
-        str, "What a new adapter starts from: random, or fit, which fits it to --calibration-blocks of the text first."
+        str,
+        "What a new adapter starts from: random, or fit, which fits it to --calibration-blocks of the text first.",
     ] = "random"
-    preset: Annotated[str | None, "A published method, such as router-tuning; options given with it override it."] = (
-        None
-    )
+    preset: Annotated[
+        str | None, "A published method, such as router-tuning; options given with it override it."
+    ] = None
     split: Annotated[str, "Split to train on."] = "train"
     validation_split: Annotated[str | None, "Split to evaluate on at the end."] = None
     eval_dataset: Annotated[str | None, "Dataset to evaluate on at the end."] = None
-    validation_blocks: Annotated[int, typer.Option(min=1, help="Blocks to evaluate on, at most.")] = 64
+    validation_blocks: Annotated[
+        int, typer.Option(min=1, help="Blocks to evaluate on, at most.")
+    ] = 64
     hold_out: Annotated[
         float,
-        typer.Option(min=0.0, max=0.9, help="Share of the text to evaluate on where neither is given; 0 for none."),
+        typer.Option(
+            min=0.0,
+            max=0.9,
+            help="Share of the text to evaluate on where neither is given; 0 for none.",
+        ),
     ] = 0.05
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000
     accumulate: Annotated[int, typer.Option(min=1, help="Batches per optimizer step.")] = 1
     lr: Annotated[float, "Peak learning rate; cosine to 1 % of it."] = 2e-4
-    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Warm-up steps. Default: 5 % of --steps.")] = None
+    warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="Warm-up steps. Default: 5 % of --steps.")
+    ] = None
     calibration_blocks: Annotated[
-        int, typer.Option(min=1, help="Training blocks that set the thresholds, and that --init fit fits to.")
+        int,
+        typer.Option(
+            min=1, help="Training blocks that set the thresholds, and that --init fit fits to."
+        ),
     ] = 64
     dtype: Annotated[str, "float32, or bfloat16 (frozen base and autocast)."] = "float32"
     seed: Annotated[int, "Seed of the adapter and of the data order."] = 0
     logging_steps: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 50
     report_to: Annotated[
-        str, "none, or integrations of the Trainer, comma-separated, such as tensorboard or trackio."
+        str,
+        "none, or integrations of the Trainer, comma-separated, such as tensorboard or trackio.",
     ] = "none"
     save_steps: Annotated[
-        int, typer.Option(min=0, help="Steps between checkpoints in --out, for --resume; 0 for none.")
+        int,
+        typer.Option(min=0, help="Steps between checkpoints in --out, for --resume; 0 for none."),
     ] = 500
-    resume: Annotated[bool, "Go on from the last whole checkpoint in --out, with the same options."] = False
+    resume: Annotated[
+        bool, "Go on from the last whole checkpoint in --out, with the same options."
+    ] = False
     overwrite: Annotated[bool, "Replace the adapter in --out; other files there stay."] = False
 
 

@@ -88,7 +88,9 @@ def train_adapter(options: TrainOptions) -> None:
     if remark is not None:  # routers and branches cost more than what is skipped
         say(f"note: {remark}")
     with made(out):
-        check_space(out, bytes_needed(model, run.tokenizer, checkpoints=run.arguments.save_strategy != "no"))
+        check_space(
+            out, bytes_needed(model, run.tokenizer, checkpoints=run.arguments.save_strategy != "no")
+        )
         log_history = _trained(run, model, checkpoint)
         say("thresholds and losses ...")
         full_ratio, rows = _measured(run, model)
@@ -111,7 +113,11 @@ def _prepared(options: TrainOptions) -> Run:
     if options.preset is not None:
         row = find_preset(options.preset)
     adapter_values, training_values = (
-        {field: copy.deepcopy(value) for field, value in values.items() if not given & {field, o.key_of(field)}}
+        {
+            field: copy.deepcopy(value)
+            for field, value in values.items()
+            if not given & {field, o.key_of(field)}
+        }
         for values in ((row.adapter, row.training) if row else ({}, {}))
     )
     if options.init not in ("random", "fit"):
@@ -122,12 +128,18 @@ def _prepared(options: TrainOptions) -> Run:
         raise CliError(f"--lr {options.lr}: must be a finite number above 0")
     arguments = _training_arguments(options, training_values)
     source = loading.Source(
-        options, config, *loading.find_base(options.adapter or "", config, options.model, options.gguf_file)
+        options,
+        config,
+        *loading.find_base(options.adapter or "", config, options.model, options.gguf_file),
     )
     depth = source.base_config.num_hidden_layers
     if options.init == "fit":
-        if config.selection != "threshold" or ("budget_scope" in given and options.budget_scope != "global"):
-            raise CliError("--init fit: all layers share one threshold; leave --selection and --budget-scope out")
+        if config.selection != "threshold" or (
+            "budget_scope" in given and options.budget_scope != "global"
+        ):
+            raise CliError(
+                "--init fit: all layers share one threshold; leave --selection and --budget-scope out"
+            )
         config_to_fit(depth, config.share_of_all(depth, config.budget), config)
     config.routed_layers(depth)
     loading.check_length(options.length, source.base_config)
@@ -137,7 +149,9 @@ def _prepared(options: TrainOptions) -> Run:
     return Run(options, preset, source, arguments, tokenizer, *text, started=time.monotonic())
 
 
-def _new_or_saved_config(options: TrainOptions, given: set[str], preset: dict[str, Any]) -> DepthRouteConfig:
+def _new_or_saved_config(
+    options: TrainOptions, given: set[str], preset: dict[str, Any]
+) -> DepthRouteConfig:
     """The configuration that the options and the preset describe, or that of the adapter that ADAPTER names."""
     adapter = options.adapter
     names = [field.name for field in fields(RoutingFields)]
@@ -145,7 +159,9 @@ def _new_or_saved_config(options: TrainOptions, given: set[str], preset: dict[st
         if options.model is None:
             raise CliError("Missing option '--model' (see hf-depthroute train --help)")
         values = {name: getattr(options, name) for name in names}
-        values |= {name: read(values[name]) for name, read in _READ.items() if values[name] is not None}
+        values |= {
+            name: read(values[name]) for name, read in _READ.items() if values[name] is not None
+        }
         if options.init == "fit":
             values["budget_scope"] = "global"
         return DepthRouteConfig(**{**values, **preset, "seed": options.seed})
@@ -159,9 +175,14 @@ def _new_or_saved_config(options: TrainOptions, given: set[str], preset: dict[st
 def _dropped(text: str) -> list[list[int]]:
     """`"0,3/1,2"` -> `[[0, 3], [1, 2]]`; an empty part drops nothing in its layer."""
     try:
-        return [[int(number) for number in part.split(",") if number.strip()] for part in text.split("/")]
+        return [
+            [int(number) for number in part.split(",") if number.strip()]
+            for part in text.split("/")
+        ]
     except ValueError as error:
-        raise CliError(f"--dropped-experts {text!r}: write whole numbers, such as 0,3/1,2") from error
+        raise CliError(
+            f"--dropped-experts {text!r}: write whole numbers, such as 0,3/1,2"
+        ) from error
 
 
 def _threshold(text: str) -> float | str:
@@ -181,7 +202,9 @@ _READ: dict[str, Callable[[str], Any]] = {  # fields that are given as text
 }
 
 
-def _training_arguments(options: TrainOptions, preset: dict[str, Any]) -> DepthRouteTrainingArguments:
+def _training_arguments(
+    options: TrainOptions, preset: dict[str, Any]
+) -> DepthRouteTrainingArguments:
     """The Trainer's arguments; `CliError` where it cannot use them, `ConfigError` for a loss weight out of range."""
     if options.warmup_steps is None:
         warmup = options.steps // 20
@@ -206,7 +229,9 @@ def _training_arguments(options: TrainOptions, preset: dict[str, Any]) -> DepthR
     }
     with refused("training arguments: ", _ARGUMENT_ERRORS):
         arguments = DepthRouteTrainingArguments(**values | preset)
-        for integration in transformers.integrations.get_reporting_integration_callbacks(arguments.report_to):
+        for integration in transformers.integrations.get_reporting_integration_callbacks(
+            arguments.report_to
+        ):
             integration()  # says whether its package is installed
     return arguments
 
@@ -246,10 +271,14 @@ def _packed_text(options: TrainOptions, tokenizer: Any) -> tuple[Any, list[Any] 
         if blocks is not None:
             held_out = sum(1 for _ in blocks)
     if blocks is None:
-        say("nothing to evaluate on: pass --validation-split, --eval-dataset or --hold-out to compare with the base")
+        say(
+            "nothing to evaluate on: pass --validation-split, --eval-dataset or --hold-out to compare with the base"
+        )
         return packed, None, 0
     if held_out:
-        say(f"held out {held_out} blocks of the text to evaluate on (--hold-out, or name a --validation-split)")
+        say(
+            f"held out {held_out} blocks of the text to evaluate on (--hold-out, or name a --validation-split)"
+        )
     return packed, loading.to_batches(blocks, options.batch_size, most), held_out
 
 
@@ -260,7 +289,9 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
     keep = config.share_of_all(depth, config.budget)
     layers = config.routed_layers(depth)
     if checkpoint is None:
-        batches = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
+        batches = loading.to_batches(
+            run.blocks, run.options.batch_size, run.options.calibration_blocks
+        )
         with refused("--init fit: "), noted(FitWarning):
             model = fit_router(base, batches, keep, config, progress=sys.stderr.isatty())
         found = record_of(model)["fit"]
@@ -274,8 +305,12 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
     record = read_training(checkpoint)
     fit = understood(record).get("fit")
     if fit is None or fit["keep"] != keep or sorted(map(int, fit["layers"])) != layers:
-        raise CliError(f"--resume: {checkpoint} was not trained from a fit of this --budget and --layers")
-    model = get_depth_routed_model(base, replace(config, **{n: getattr(saved, n) for n in _FOUND_BY_FIT}))
+        raise CliError(
+            f"--resume: {checkpoint} was not trained from a fit of this --budget and --layers"
+        )
+    model = get_depth_routed_model(
+        base, replace(config, **{n: getattr(saved, n) for n in _FOUND_BY_FIT})
+    )
     remember_training(model, record)
     return model
 
@@ -288,7 +323,9 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
         collator: Callable[[list[Any]], dict[str, Any]] = transformers.default_data_collator
         if model.active_peft_config.phases == "prefill":
             collator = collate_behind_prompts
-        trainer = DepthRouteTrainer(model=model, args=run.arguments, train_dataset=run.blocks, data_collator=collator)
+        trainer = DepthRouteTrainer(
+            model=model, args=run.arguments, train_dataset=run.blocks, data_collator=collator
+        )
     state = None
     if checkpoint is not None:
         state = trainer.state.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
@@ -300,7 +337,9 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
         trainer.train(None if checkpoint is None else str(checkpoint))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.isfinite().all():
-            raise CliError(f"training diverged: {name} is not finite, nothing was saved; lower --lr", OTHER)
+            raise CliError(
+                f"training diverged: {name} is not finite, nothing was saved; lower --lr", OTHER
+            )
     return list(trainer.state.log_history)
 
 
@@ -309,10 +348,14 @@ def _measured(run: Run, model: Any) -> tuple[dict[int, float], list[BudgetRow]]:
     config = model.active_peft_config
     full_ratio = {}
     if config.takes_budget():
-        blocks = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
+        blocks = loading.to_batches(
+            run.blocks, run.options.batch_size, run.options.calibration_blocks
+        )
         full_ratio = calibration.calibrate(model, blocks)
         calibration.calibrate_budgets(model, blocks[: -(-_BUDGET_BLOCKS // run.options.batch_size)])
-    return full_ratio, [] if run.validation is None else evaluate_budgets(model, run.validation, None, [config.budget])
+    return full_ratio, [] if run.validation is None else evaluate_budgets(
+        model, run.validation, None, [config.budget]
+    )
 
 
 def _arguments_of(run: Run) -> dict[str, Any]:
@@ -322,11 +365,19 @@ def _arguments_of(run: Run) -> dict[str, Any]:
         for name, value in run.options.context.params.items()
         if name != "adapter_option"
     }
-    return given | {o.key_of(name): value for name, value in run.preset.items()} | {"model": run.source.base}
+    return (
+        given
+        | {o.key_of(name): value for name, value in run.preset.items()}
+        | {"model": run.source.base}
+    )
 
 
 def _record_of(
-    run: Run, model: Any, log_history: list[dict[str, Any]], full_ratio: dict[int, float], rows: Sequence[BudgetRow]
+    run: Run,
+    model: Any,
+    log_history: list[dict[str, Any]],
+    full_ratio: dict[int, float],
+    rows: Sequence[BudgetRow],
 ) -> dict[str, Any]:
     """The content of training.json."""
     return {

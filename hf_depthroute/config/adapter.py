@@ -59,10 +59,16 @@ def renumber(config: DepthRouteConfig, places: Mapping[int, int]) -> None:
     if config.dropped_experts is not None:
         config.dropped_experts = [config.dropped_experts[at] for at in remaining]
     config.layers = [places[layers[at]] for at in remaining]
-    config.static_layers = [places[index] for index in config.static_layers or () if index in places] or None
+    config.static_layers = [
+        places[index] for index in config.static_layers or () if index in places
+    ] or None
     for field in PATTERNS:
         pattern = getattr(config, field) or {}
-        setattr(config, field, {places[index]: value for index, value in pattern.items() if index in places} or None)
+        setattr(
+            config,
+            field,
+            {places[index]: value for index, value in pattern.items() if index in places} or None,
+        )
 
 
 def register_peft_type() -> Any:

@@ -42,7 +42,11 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
             yield "dropped_experts goes with target='experts' and gate='none', and they need it"
         if c.scale_by_gate or c.causal_rule == "predictor":
             yield f"scale_by_gate and causal_rule='predictor' are not supported with target={c.target!r}"
-        if c.dropped_experts is not None and isinstance(c.layers, (list, tuple)) and list(c.layers) != sorted(c.layers):
+        if (
+            c.dropped_experts is not None
+            and isinstance(c.layers, (list, tuple))
+            and list(c.layers) != sorted(c.layers)
+        ):
             yield f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one list for each of them"
     elif c.dropped_experts is not None:
         yield "dropped_experts goes with target='experts' and gate='none'"
@@ -53,7 +57,11 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
                 "use ffn, attention or block per token"
             )
         if gate.static or gate.exits:
-            instead = "all routed layers are static" if gate.static else "who has left stays out of all later layers"
+            instead = (
+                "all routed layers are static"
+                if gate.static
+                else "who has left stays out of all later layers"
+            )
             yield f"static_layers is not supported with gate={c.gate!r}: {instead}"
         if not c.takes_budget():
             yield "static_layers needs thresholds that follow the budget: threshold='budget', causal_rule='quantile'"

@@ -110,7 +110,11 @@ class AdapterFields(RoutingFields):
 
     def gated_layers(self) -> list[int]:
         """The routed layers that are not static, of an injected adapter."""
-        return [index for index in cast("list[int]", self.layers) if index not in (self.static_layers or ())]
+        return [
+            index
+            for index in cast("list[int]", self.layers)
+            if index not in (self.static_layers or ())
+        ]
 
     def share_of_all(self, depth: int, share: float) -> float:
         """The share of all `depth` layers' calls that runs in full, if `share` of the gated layers' calls does.
@@ -130,7 +134,11 @@ class AdapterFields(RoutingFields):
     def ranks_tokens(self) -> bool:
         """Whether top-k over the tokens of a sequence is a rule for this adapter."""
         gate = GATES[self.gate]
-        return self.granularity == "token" and self.budget_scope == "layer" and not (gate.exits or gate.static)
+        return (
+            self.granularity == "token"
+            and self.budget_scope == "layer"
+            and not (gate.exits or gate.static)
+        )
 
     def _fill_in(self) -> None:
         """The defaults that depend on other fields; the saved configuration holds what they came to."""
@@ -158,7 +166,9 @@ class AdapterFields(RoutingFields):
         routed = self._named_layers(depth)
         gate = GATES[self.gate]
         if gate.spares_layer_0 and (not routed or routed[0] == 0):
-            raise ConfigError(f"layers={self.layers!r}: {gate.called} never routes layer 0; leave layers unset")
+            raise ConfigError(
+                f"layers={self.layers!r}: {gate.called} never routes layer 0; leave layers unset"
+            )
         if self.dropped_experts is not None and len(self.dropped_experts) != len(routed):
             raise ConfigError(
                 f"dropped_experts has {len(self.dropped_experts)} lists for {len(routed)} routed layers; give one each"
@@ -179,8 +189,14 @@ class AdapterFields(RoutingFields):
             count = max(1, depth // 2) if number == "half" else int(number)
             end = depth - 1 if rule == "before_last" else depth
             if count > end:
-                raise ConfigError(f"layers={self.layers!r}: the model has only {depth} decoder layers")
-            return list(range(depth))[count - 1 :: count] if rule == "every" else list(range(end - count, end))
+                raise ConfigError(
+                    f"layers={self.layers!r}: the model has only {depth} decoder layers"
+                )
+            return (
+                list(range(depth))[count - 1 :: count]
+                if rule == "every"
+                else list(range(end - count, end))
+            )
         outside = [i for i in self.layers if i >= depth]
         if outside:
             raise ConfigError(
@@ -201,7 +217,9 @@ class AdapterFields(RoutingFields):
         """`saved`, all fields, as they are written. The weights' hash is written together with the weights."""
         saved = saved | {"library_version": __version__, "weights_hash": None}
         # Fields that older versions do not have are left out where nothing uses them: so these read what they can run.
-        unused = [name for name in ("static_layers", "prompt_tail", *PATTERNS) if saved[name] is None]
+        unused = [
+            name for name in ("static_layers", "prompt_tail", *PATTERNS) if saved[name] is None
+        ]
         if self.phases == "all":
             unused.append("phases")
         if not self.has_memory:
@@ -248,6 +266,8 @@ def check_task(task_type: Any) -> None:
 
 def _by_index(pattern: Any) -> Any:
     """A pattern with integers for keys, in ascending order; JSON has text."""
-    if not isinstance(pattern, dict) or not all(re.fullmatch(r"[0-9]{1,5}", str(key)) for key in pattern):
+    if not isinstance(pattern, dict) or not all(
+        re.fullmatch(r"[0-9]{1,5}", str(key)) for key in pattern
+    ):
         return pattern
     return dict(sorted((int(key), value) for key, value in pattern.items())) or None

@@ -39,7 +39,9 @@ def with_help(owner: Owner) -> Owner:
     for field in fields(owner):
         if field.name in entries:
             sentence = re.split(r"\.\s", " ".join(entries[field.name].split()) + " ")[0]
-            field.metadata = MappingProxyType({**field.metadata, "help": re.sub('`"|"`|`', "", sentence) + "."})
+            field.metadata = MappingProxyType(
+                {**field.metadata, "help": re.sub('`"|"`|`', "", sentence) + "."}
+            )
     return owner
 
 

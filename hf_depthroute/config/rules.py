@@ -74,7 +74,12 @@ def check_budget(budget: Any) -> float:
 def check_static(static: list[int] | None, routed: list[int]) -> None:
     """Raise `ConfigError` unless the static layers are some of the routed ones, and not all."""
     outside = min(set(static or ()).difference(routed), default=None)
-    require(outside is None, "static_layers", static, f"must be routed layers, and layer {outside} is none")
+    require(
+        outside is None,
+        "static_layers",
+        static,
+        f"must be routed layers, and layer {outside} is none",
+    )
     what = "are all of the routed layers; use gate='none'"
     require(static is None or len(static) < len(routed), "static_layers", static, what)
 
@@ -83,7 +88,12 @@ def check_patterns(c: DepthRouteConfig, routed: list[int]) -> None:
     """Raise `ConfigError` unless the layers that patterns name are routed."""
     for name in PATTERNS:
         outside = min(set(getattr(c, name) or ()).difference(routed), default=None)
-        require(outside is None, name, getattr(c, name), f"must name routed layers, and layer {outside} is none")
+        require(
+            outside is None,
+            name,
+            getattr(c, name),
+            f"must name routed layers, and layer {outside} is none",
+        )
 
 
 def check_phases(phases: Any, granularity: str, target: str) -> str:
@@ -92,7 +102,12 @@ def check_phases(phases: Any, granularity: str, target: str) -> str:
     what = "needs granularity='token': a sequence is decided once, on its prompt, for everything that follows it"
     require(phases == "all" or granularity == "token", "phases", phases, what)
     always = TARGETS[target].fixed.get("phases", phases)
-    require(phases == always, "phases", phases, f"is not for target={target!r}, where it is always {always!r}")
+    require(
+        phases == always,
+        "phases",
+        phases,
+        f"is not for target={target!r}, where it is always {always!r}",
+    )
     return str(phases)
 
 
@@ -102,7 +117,11 @@ def check_known(given: dict[str, Any], known: list[str]) -> None:
     for name in given:
         if name not in known:
             close = closest(str(name), known)
-            hint = f"did you mean {close}?" if close else "was it saved by a newer version? Then upgrade."
+            hint = (
+                f"did you mean {close}?"
+                if close
+                else "was it saved by a newer version? Then upgrade."
+            )
             hint = OTHER_METHODS.get(str(name), hint)
             raise ConfigError(f"there is no field {reprlib.repr(name)} in DepthRouteConfig; {hint}")
 
@@ -120,14 +139,30 @@ def _check_format(version: Any, library: Any) -> None:
 def check_given(c: DepthRouteConfig) -> None:
     """Check each field alone, before dependent defaults are filled in; no field may name code to import."""
     _check_format(c.format_version, c.library_version)
-    for name, longest in (("base_model_name_or_path", 4096), ("revision", 256), ("peft_version", 256)):
+    for name, longest in (
+        ("base_model_name_or_path", 4096),
+        ("revision", 256),
+        ("peft_version", 256),
+    ):
         value = getattr(c, name)
-        fits = value is None or (isinstance(value, str) and len(value) <= longest and "\0" not in value)
+        fits = value is None or (
+            isinstance(value, str) and len(value) <= longest and "\0" not in value
+        )
         require(fits, name, value, f"must be text of at most {longest} characters")
-    forms = {"library_version": _VERSION, "weights_hash": _VERSION, "gate_package": _PACKAGE, "gate_module": _MODULE}
+    forms = {
+        "library_version": _VERSION,
+        "weights_hash": _VERSION,
+        "gate_package": _PACKAGE,
+        "gate_module": _MODULE,
+    }
     for name, form in forms.items():
         value = getattr(c, name)
-        require(value is None or (isinstance(value, str) and form.fullmatch(value)), name, value, _AS_SAVED)
+        require(
+            value is None or (isinstance(value, str) and form.fullmatch(value)),
+            name,
+            value,
+            _AS_SAVED,
+        )
     for name in ("inference_mode", "scale_by_gate"):
         require(isinstance(getattr(c, name), bool), name, getattr(c, name), "must be true or false")
     modules: Any = c.modules_to_save
@@ -139,16 +174,22 @@ def check_given(c: DepthRouteConfig) -> None:
             f"auto_mapping={reprlib.repr(c.auto_mapping)}: only a class of transformers can be named; set task_type"
         )
     base: Any = c.base_architecture
-    described = base is None or (isinstance(base, dict) and len(base) <= 16 and all(isinstance(k, str) for k in base))
+    described = base is None or (
+        isinstance(base, dict) and len(base) <= 16 and all(isinstance(k, str) for k in base)
+    )
     require(described, "base_architecture", base, _AS_SAVED)
     _check_gate(c)
     for name in PATTERNS:
         pattern, values = getattr(c, name), CHOICES.get(name.removesuffix("_pattern"))
-        mapped = pattern is None or (isinstance(pattern, dict) and pattern and _are_indices([*pattern], 4096))
+        mapped = pattern is None or (
+            isinstance(pattern, dict) and pattern and _are_indices([*pattern], 4096)
+        )
         require(mapped, name, pattern, "must map layer indices to values, or be left out")
         for value in (pattern or {}).values():
             fits = _is_int(value, 1, 262144) if values is None else value in list(values)
-            known = "an integer from 1 to 262144" if values is None else f"one of: {', '.join(values)}"
+            known = (
+                "an integer from 1 to 262144" if values is None else f"one of: {', '.join(values)}"
+            )
             require(fits, name, pattern, f"has {reprlib.repr(value)}; use {known}")
     for name, allowed in CHOICES.items():
         _check_choice(name, getattr(c, name), allowed)
@@ -162,7 +203,12 @@ def check_complete(c: DepthRouteConfig) -> None:
     # Scores divided by it stay finite.
     _check_number("gate_temperature", c.gate_temperature, low=1e-6, high=1e6)
     if isinstance(c.threshold, str):
-        require(c.threshold == "budget", "threshold", c.threshold, "must be a finite number, or 'budget'")
+        require(
+            c.threshold == "budget",
+            "threshold",
+            c.threshold,
+            "must be a finite number, or 'budget'",
+        )
     elif c.threshold is not None:
         # A float32, with room for differences.
         _check_number("threshold", c.threshold, low=-1e30, high=1e30)
@@ -175,7 +221,12 @@ def check_complete(c: DepthRouteConfig) -> None:
     what = f"must be {rules} or a list of distinct layer indices"
     require(rule or (_are_indices(c.layers, 4096) and c.layers), "layers", c.layers, what)
     static = c.static_layers is None or (_are_indices(c.static_layers, 4096) and c.static_layers)
-    require(static, "static_layers", c.static_layers, "must be a list of distinct layer indices, or left out")
+    require(
+        static,
+        "static_layers",
+        c.static_layers,
+        "must be a list of distinct layer indices, or left out",
+    )
     if isinstance(c.layers, (list, tuple)):
         check_static(c.static_layers, list(c.layers))
         check_patterns(c, list(c.layers))
@@ -187,7 +238,9 @@ def check_complete(c: DepthRouteConfig) -> None:
     for fault in conflicts_of(c):
         raise ConfigError(fault)
     if c.trainable_token_indices is not None:
-        raise ConfigError("trainable_token_indices is not supported by depth-routed adapters; leave it None")
+        raise ConfigError(
+            "trainable_token_indices is not supported by depth-routed adapters; leave it None"
+        )
 
 
 def _is_plain_mapping(mapping: Any) -> bool:
@@ -196,7 +249,9 @@ def _is_plain_mapping(mapping: Any) -> bool:
         return False
     library = mapping.get("parent_library")
     names = all(isinstance(value, str) and _MODULE.fullmatch(value) for value in mapping.values())
-    return names and (library is None or library == "transformers" or library.startswith("transformers.models."))
+    return names and (
+        library is None or library == "transformers" or library.startswith("transformers.models.")
+    )
 
 
 def _check_gate(c: DepthRouteConfig) -> None:
@@ -204,10 +259,17 @@ def _check_gate(c: DepthRouteConfig) -> None:
 
     `gate_package` and `gate_module` are plain text of the file: they are shown, and never imported.
     """
-    if c.gate_module is None or (isinstance(c.gate, str) and c.gate in GATES and module_of(GATES[c.gate]) is not None):
+    if c.gate_module is None or (
+        isinstance(c.gate, str) and c.gate in GATES and module_of(GATES[c.gate]) is not None
+    ):
         _check_choice("gate", c.gate, GATES)
         derives = isinstance(GATES[c.gate], type) and issubclass(GATES[c.gate], Gate)
-        require(derives, "gate", c.gate, "is no subclass of hf_depthroute.parts.gate.Gate; derive its class from it")
+        require(
+            derives,
+            "gate",
+            c.gate,
+            "is no subclass of hf_depthroute.parts.gate.Gate; derive its class from it",
+        )
         return
     package = "no package" if c.gate_package is None else f"the package {c.gate_package}"
     raise ConfigError(
@@ -230,14 +292,21 @@ def package_of(module: str) -> str | None:
 
 def _check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
     # In a list: a value that cannot be hashed is refused like another.
-    require(value in list(allowed), name, value, f"is not supported; use one of: {', '.join(allowed)}")
+    require(
+        value in list(allowed), name, value, f"is not supported; use one of: {', '.join(allowed)}"
+    )
 
 
 def _check_number(name: str, value: Any, low: float, high: float, low_open: bool = False) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # Comparisons only: math.isfinite raises OverflowError on a large int.
     fits = is_number and low <= value <= high and not (low_open and value == low)
-    require(fits, name, value, f"must be a finite number in {'(' if low_open else '['}{low:g}, {high:g}]")
+    require(
+        fits,
+        name,
+        value,
+        f"must be a finite number in {'(' if low_open else '['}{low:g}, {high:g}]",
+    )
     return float(value)
 
 

@@ -43,7 +43,9 @@ def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str,
             raise ValueError(
                 f"batch {number} holds no input_ids, but {held}; batches are dicts of what a tokenizer returns"
             )
-        other = [name for name in batch if str(name).startswith(_NOT_TEXT) and batch[name] is not None]
+        other = [
+            name for name in batch if str(name).startswith(_NOT_TEXT) and batch[name] is not None
+        ]
         if other:
             raise ValueError(
                 f"batch {number} holds {', '.join(other)}, which are not read here: their places would count as text; "
@@ -82,7 +84,9 @@ def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return mask.bool()
 
 
-def prompts_of(batch: Mapping[str, torch.Tensor], tail: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def prompts_of(
+    batch: Mapping[str, torch.Tensor], tail: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The first two thirds of every row's real tokens, for a prompt, and the text behind it.
 
     Args:
@@ -133,7 +137,9 @@ def labels_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def _rows(name: str, value: Any) -> torch.Tensor:
     """`[B, T]`; rows of different lengths end with zeros."""
-    if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) and part.ndim for part in value):
+    if isinstance(value, (list, tuple)) and any(
+        isinstance(part, torch.Tensor) and part.ndim for part in value
+    ):
         raise ValueError(
             f"{name} is a list of {len(value)} tensors: what a DataLoader makes of lists stands position by position. "
             "Load the dataset with dataset.with_format('torch'), or with a collate_fn that pads"

@@ -29,9 +29,13 @@ def encode_prompt(tokenizer: Any, prompt: str, chat_template: bool = True) -> li
 
     messages = [{"role": "user", "content": prompt}]
     try:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
-        raise PromptError(f"the tokenizer's chat template does not take one message: {reason(error)}") from error
+        raise PromptError(
+            f"the tokenizer's chat template does not take one message: {reason(error)}"
+        ) from error
     return list(encoded["input_ids"])
 
 

@@ -25,7 +25,13 @@ _STDLIB_SKIP = {
     "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
 }  # fmt: skip
 
-_LOCAL_BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_LOCAL_BUILDERS = {
+    ".txt": "text",
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+}
 
 
 class DataError(OneLine, ValueError):
@@ -65,10 +71,14 @@ def check_source(source: str) -> Path:
     path = Path(source).expanduser()
     if path.is_file():
         if path.suffix not in _LOCAL_BUILDERS:
-            raise DataError(f"dataset {source}: unknown file type; use one of {', '.join(_LOCAL_BUILDERS)}")
+            raise DataError(
+                f"dataset {source}: unknown file type; use one of {', '.join(_LOCAL_BUILDERS)}"
+            )
         if path.stat().st_size == 0:
             raise DataError(f"dataset {source}: the file is empty")
-    elif not path.exists() and (path.suffix in _LOCAL_BUILDERS or source.startswith((".", "/", "~"))):
+    elif not path.exists() and (
+        path.suffix in _LOCAL_BUILDERS or source.startswith((".", "/", "~"))
+    ):
         raise DataError(f"dataset {source}: no such file or folder")
     return path
 
@@ -127,7 +137,11 @@ def load_text(
 
 
 def pack(
-    dataset: datasets.Dataset | datasets.IterableDataset, tokenizer: Any, length: int, *, verbose: bool = False
+    dataset: datasets.Dataset | datasets.IterableDataset,
+    tokenizer: Any,
+    length: int,
+    *,
+    verbose: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Tokenise, join and cut into blocks of exactly `length` tokens.
 
@@ -141,7 +155,9 @@ def pack(
         DataError: `length` is below 2, the text is shorter than one block, or it is not text.
     """
     if length < 2:
-        raise DataError(f"block length {length} must be at least 2 tokens: the loss is on the next token")
+        raise DataError(
+            f"block length {length} must be at least 2 tokens: the loss is on the next token"
+        )
     end = []
     if tokenizer.eos_token_id is not None:
         end = [tokenizer.eos_token_id]
@@ -158,12 +174,18 @@ def pack(
             if not begins:
                 stream += end
         blocks = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
-        return {"input_ids": blocks, "attention_mask": [[1] * length for _ in blocks], "labels": blocks}
+        return {
+            "input_ids": blocks,
+            "attention_mask": [[1] * length for _ in blocks],
+            "labels": blocks,
+        }
 
     with _progress(verbose):
         packed = dataset.map(to_blocks, batched=True, batch_size=1000, remove_columns=["text"])
     if next(iter(packed), None) is None:
-        raise DataError(f"the text is shorter than one block of {length} tokens; use a shorter block or more text")
+        raise DataError(
+            f"the text is shorter than one block of {length} tokens; use a shorter block or more text"
+        )
     return packed
 
 
@@ -198,7 +220,9 @@ def _stdlib(split: str) -> Any:
     for name in ("train", "validation"):
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in stdlib_files(name)]
         if not texts:
-            raise DataError(f"dataset {PYTHON_STDLIB}: this Python installation ships no library sources")
+            raise DataError(
+                f"dataset {PYTHON_STDLIB}: this Python installation ships no library sources"
+            )
         splits[name] = datasets.Dataset.from_dict({"text": texts})
     try:
         return _sliced(splits, split)
@@ -222,8 +246,12 @@ def _from_disk(path: Path, split: str, streaming: bool) -> Any:
 def _sliced(splits: dict[str, Any], split: str) -> Any:
     import datasets
 
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute({key: len(part) for key, part in splits.items()})
-    return datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(
+        {key: len(part) for key, part in splits.items()}
+    )
+    return datasets.concatenate_datasets(
+        [splits[p.splitname].select(range(p.from_, p.to)) for p in parts]
+    )
 
 
 def _hub_error(error: Exception, source: str) -> HubError | None:
@@ -236,7 +264,9 @@ def _hub_error(error: Exception, source: str) -> HubError | None:
         try:
             huggingface_hub.HfApi().dataset_info(source)
         except Exception as answer:
-            return explain(answer, what) or HubError(f"{what}: neither a local path nor on the Hub; check the spelling")
+            return explain(answer, what) or HubError(
+                f"{what}: neither a local path nor on the Hub; check the spelling"
+            )
     return explain(error, what)
 
 

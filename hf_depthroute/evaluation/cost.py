@@ -100,7 +100,12 @@ def route_cost(
             always = in_full(routing, length)
             full_ratio[routing.layer_index] = always + (1 - always) * share
     shares = {routing.layer_index: full_ratio[routing.layer_index] for routing in routings}
-    sizes: dict[str, Any] = {"batch": batch_size, "length": length, "cached": cached, "logits": logits_to_keep}
+    sizes: dict[str, Any] = {
+        "batch": batch_size,
+        "length": length,
+        "cached": cached,
+        "logits": logits_to_keep,
+    }
     dense = sum(count_flops(model, **sizes).values())
     counted = count_flops(model, **sizes, shares=shares)
     total = sum(counted.values())
@@ -120,7 +125,9 @@ def route_cost(
             continue
         share = full_ratio[routing.layer_index]
         layer = layers[routing.layer_index]
-        part = sum(m.left_out * m.per_token for m in matrices(layer, config, family, routing)) + memory_weights(routing)
+        part = sum(
+            m.left_out * m.per_token for m in matrices(layer, config, family, routing)
+        ) + memory_weights(routing)
         gate = gate_weights(routing, length)
         branch = (1 - share) * branch_weights(routing, config)
         ratios.append(share + (branch + gate) / max(part, 1.0))
@@ -137,18 +144,24 @@ def route_cost(
         parameters_adapter=sum(p.numel() for p in adapter.values()),
         parameters_trainable=sum(p.numel() for p in adapter.values() if p.requires_grad),
         kv_bytes=round(kv_bytes),
-        remark=_remark(routings[0], (dense - ideal) / (batch_size * length), gates, branches, total / dense),
+        remark=_remark(
+            routings[0], (dense - ideal) / (batch_size * length), gates, branches, total / dense
+        ),
     )
 
 
 def cost_remark(model: nn.Module) -> str | None:
     """`RouteCost.remark` of the active adapter at its own budget, in prefill; None if nothing is routed."""
-    if not any(isinstance(part, Routing) and part.adapter() is not None for part in model.modules()):
+    if not any(
+        isinstance(part, Routing) and part.adapter() is not None for part in model.modules()
+    ):
         return None
     return route_cost(model).remark
 
 
-def _remark(routing: Routing, saved: float, gates: float, branches: float, ratio: float) -> str | None:
+def _remark(
+    routing: Routing, saved: float, gates: float, branches: float, ratio: float
+) -> str | None:
     """Why an adapter that leaves something out costs more than it saves, from FLOPs of one token over all layers."""
     if saved == 0 or saved > gates + branches:
         return None

@@ -48,7 +48,9 @@ class Matrix:
         return self.chosen * (self.weight[0] if self.weight.ndim == 3 else self.weight).numel()
 
 
-def matrices(layer: Any, config: Any, family: Family | None = None, routing: Routing | None = None) -> list[Matrix]:
+def matrices(
+    layer: Any, config: Any, family: Family | None = None, routing: Routing | None = None
+) -> list[Matrix]:
     """The weights of a decoder layer, or of any module, without those of its router; norms do not count.
 
     Args:
@@ -65,7 +67,9 @@ def matrices(layer: Any, config: Any, family: Family | None = None, routing: Rou
         # A norm of heads is 2-d.
         if name.startswith(f"{ROUTING}.") or "norm" in name or weight.ndim not in (2, 3):
             continue
-        left_out = max((share for prefix, share in parts.items() if name.startswith(f"{prefix}.")), default=0.0)
+        left_out = max(
+            (share for prefix, share in parts.items() if name.startswith(f"{prefix}.")), default=0.0
+        )
         inside = family is not None and name.startswith(f"{family.attention}.")
         chosen = 1
         if weight.ndim == 3:
@@ -98,8 +102,13 @@ def skips_sequences(routing: Routing, config: Any) -> bool:
     `config` is the base model's. A layer with a sliding window holds every sequence, and so does flex attention.
     """
     adapter = routing.active_config()
-    whole = adapter.granularity == "sequence" or (routing.active_gate().static and adapter.phases == "all")
-    if not (whole and routing.active_target().skips_attention) or config._attn_implementation == "flex_attention":
+    whole = adapter.granularity == "sequence" or (
+        routing.active_gate().static and adapter.phases == "all"
+    )
+    if (
+        not (whole and routing.active_target().skips_attention)
+        or config._attn_implementation == "flex_attention"
+    ):
         return False
     return can_skip(cache_layer(DynamicCache(config=config), routing.layer_index))
 
@@ -128,7 +137,11 @@ def gate_weights(routing: Routing, length: int) -> float:
     """Weights that the gate and the exits' predictor multiply a token with, in sequences of `length`."""
     name = routing.active_name()
     config = routing.active_config()
-    gates = [group[name] for group in (routing.depth_route_gate, routing.depth_route_predictor) if name in group]
+    gates = [
+        group[name]
+        for group in (routing.depth_route_gate, routing.depth_route_predictor)
+        if name in group
+    ]
     weights = float(sum(cast(Gate, gate).weights_per_token() for gate in gates))
     if config.granularity == "sequence":
         return weights / length
@@ -143,7 +156,9 @@ def branch_weights(routing: Routing, config: Any) -> float:
     if name in routing.depth_route_branch:
         branches = [routing.depth_route_branch[name]]
     weights = sum(matrix.per_token for branch in branches for matrix in matrices(branch, config))
-    weights += sum(branch.borrowed_weights() for branch in branches if isinstance(branch, NeuronBranch))
+    weights += sum(
+        branch.borrowed_weights() for branch in branches if isinstance(branch, NeuronBranch)
+    )
     return weights + (_memory_weights(routing) if recalls else 0.0)
 
 
@@ -169,7 +184,9 @@ def attention_sizes(config: Any) -> tuple[float, int]:
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):
         key_width = config.qk_nope_head_dim + config.qk_rope_head_dim
-        return 2.0 * heads * (key_width + config.v_head_dim), config.kv_lora_rank + config.qk_rope_head_dim
+        return 2.0 * heads * (
+            key_width + config.v_head_dim
+        ), config.kv_lora_rank + config.qk_rope_head_dim
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if config.model_type == "falcon":
@@ -182,7 +199,10 @@ def attention_sizes(config: Any) -> tuple[float, int]:
 
 def windows_of(config: Any, seen: int) -> list[int]:
     """By layer, how many keys a query meets at most after `seen` tokens: all, or those of a sliding window."""
-    return [min(seen, getattr(layer, "sliding_window", seen)) for layer in DynamicCache(config=config).layers]
+    return [
+        min(seen, getattr(layer, "sliding_window", seen))
+        for layer in DynamicCache(config=config).layers
+    ]
 
 
 def query_key_pairs(length: int, cached: int, window: int) -> int:
@@ -230,7 +250,9 @@ def count_flops(
         attending = 1.0
         if routing is not None and skips_attention(routing, config):
             attending = full
-        flops["attention core"] += attending * batch * query_key_pairs(length, cached, windows[index]) * per_pair
+        flops["attention core"] += (
+            attending * batch * query_key_pairs(length, cached, windows[index]) * per_pair
+        )
         if routing is not None:
             weights = gate_weights(routing, length) + memory_weights(routing)
             weights += (1 - full) * branch_weights(routing, config)

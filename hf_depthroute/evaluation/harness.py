@@ -87,22 +87,32 @@ class DepthRouteLM(HFLM):
         if phases is not None:
             set_phases(model, phases)
         configs = [routing.active_config() for routing in active_routings(model)]
-        if any(config.granularity == "sequence" or config.phases == "prefill" for config in configs):
+        if any(
+            config.granularity == "sequence" or config.phases == "prefill" for config in configs
+        ):
             kwargs["batch_size"] = 1
         self._prompts_alone = any(config.phases == "prefill" for config in configs)
         self.seconds = 0.0  # inside the model
         self.counter: RouteCounter | None = None  # of what runs full, if that is wanted
         super().__init__(pretrained=model, trust_remote_code=trust_remote_code, **kwargs)
 
-    def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: Any, *args: Any, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
         without_prompt = any(name is None for name, _, _ in requests)
         if not self._prompts_alone or without_prompt:
-            found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
+            found: list[tuple[float, bool]] = super()._loglikelihood_tokens(
+                requests, *args, **kwargs
+            )
             return found
         scored: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         start = time.perf_counter()
-        with tqdm(total=len(requests), disable=kwargs.get("disable_tqdm", False), desc="Scoring answers") as bar:
-            for number, score, greedy in served_scores(self.model, requests, self.max_length, self._counting):
+        with tqdm(
+            total=len(requests), disable=kwargs.get("disable_tqdm", False), desc="Scoring answers"
+        ) as bar:
+            for number, score, greedy in served_scores(
+                self.model, requests, self.max_length, self._counting
+            ):
                 scored[number] = score, greedy
                 self.cache_hook.add_partial("loglikelihood", requests[number][0], scored[number])
                 bar.update()
@@ -114,7 +124,9 @@ class DepthRouteLM(HFLM):
             return self._timed(lambda: super(DepthRouteLM, self)._model_call(*args, **kwargs))
 
     def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        ids = self._timed(lambda: super(DepthRouteLM, self)._model_generate(context, *args, **kwargs))
+        ids = self._timed(
+            lambda: super(DepthRouteLM, self)._model_generate(context, *args, **kwargs)
+        )
         if self.counter is not None:  # counting makes decoding slower, so it is done afterwards
             # What generating has read of it, also padding after answers.
             after = ids[:, context.shape[1] : -1]
@@ -192,7 +204,9 @@ def evaluate_tasks(
     manager = _manager(tasks, include_path)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
-        raise ValueError(f"lm-eval has no task {unknown[0]!r}; name one of its tasks, or pass the folder of your own")
+        raise ValueError(
+            f"lm-eval has no task {unknown[0]!r}; name one of its tasks, or pass the folder of your own"
+        )
     variants: list[tuple[str, float | None]] = [("dense", None)]
     if config.takes_budget():
         variants += [(f"budget {b:g}", b) for b in budgets]
@@ -209,7 +223,9 @@ def evaluate_tasks(
                     lm.counter = None
                 else:
                     lm.counter = RouteCounter()
-                results = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, **settings)
+                results = lm_eval.simple_evaluate(
+                    lm, tasks=list(tasks), task_manager=manager, **settings
+                )
             if lm.counter is None:
                 ratios = [1.0]
             else:
@@ -217,7 +233,11 @@ def evaluate_tasks(
             phases = None
             if name != "dense":
                 phases = config.phases
-            runs.append(TaskRun(name, budget, sum(ratios) / len(ratios), lm.seconds, dict(results or {}), phases))
+            runs.append(
+                TaskRun(
+                    name, budget, sum(ratios) / len(ratios), lm.seconds, dict(results or {}), phases
+                )
+            )
     return runs
 
 
@@ -228,7 +248,12 @@ def scores(run: TaskRun) -> dict[tuple[str, str], tuple[float, float | None]]:
 
 def _warm_up(lm: DepthRouteLM) -> None:
     """The first calls of a process are several times slower."""
-    ids = torch.ones(lm.batch_size if isinstance(lm.batch_size, int) else 1, 16, dtype=torch.long, device=lm.device)
+    ids = torch.ones(
+        lm.batch_size if isinstance(lm.batch_size, int) else 1,
+        16,
+        dtype=torch.long,
+        device=lm.device,
+    )
     for _ in range(3):
         lm._model_call(ids)
     lm.seconds = 0.0
@@ -244,7 +269,9 @@ def _manager(tasks: Sequence[str], include_path: str | Path | None) -> TaskManag
     return TaskManager(include_path=str(include_path))
 
 
-def _load(base: str | None, adapter: str, mismatch: bool, dtype: str, trust: bool) -> tuple[str, Any]:
+def _load(
+    base: str | None, adapter: str, mismatch: bool, dtype: str, trust: bool
+) -> tuple[str, Any]:
     import peft
     import transformers
 
@@ -253,6 +280,8 @@ def _load(base: str | None, adapter: str, mismatch: bool, dtype: str, trust: boo
     if not name:
         raise ValueError(f"adapter {adapter} does not name its base model; pass pretrained=")
     with explained(f"model {name}"):
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=trust)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=trust
+        )
     with explained(f"adapter {adapter}"), allowed() if mismatch else nullcontext():
         return name, peft.PeftModel.from_pretrained(model, adapter)

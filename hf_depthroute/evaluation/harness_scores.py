@@ -22,5 +22,8 @@ def read_scores(results: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float
                     shown = metric
                 else:
                     shown = name
-                found[task, shown] = float(value), error if isinstance(error, (int, float)) else None
+                found[task, shown] = (
+                    float(value),
+                    error if isinstance(error, (int, float)) else None,
+                )
     return found

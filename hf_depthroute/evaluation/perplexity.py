@@ -80,7 +80,9 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
     return _mean_loss(model, blocks, partial(_logits, model), behind=False)
 
 
-def _mean_loss(model: nn.Module, blocks: Iterable[Batch], read: Callable[[Batch], torch.Tensor], behind: bool) -> float:
+def _mean_loss(
+    model: nn.Module, blocks: Iterable[Batch], read: Callable[[Batch], torch.Tensor], behind: bool
+) -> float:
     """`mean_loss` of the logits `[B, T, V]` that `read` gives, or that of the text `behind` prompts."""
     check_head(model, "a loss of text")
     device = device_of(model)
@@ -103,7 +105,10 @@ def _mean_loss(model: nn.Module, blocks: Iterable[Batch], read: Callable[[Batch]
 
 
 def evaluate_budgets(
-    model: PeftModel, batches: Iterable[Batch], calibration_batches: Iterable[Batch] | None, budgets: Sequence[float]
+    model: PeftModel,
+    batches: Iterable[Batch],
+    calibration_batches: Iterable[Batch] | None,
+    budgets: Sequence[float],
 ) -> list[BudgetRow]:
     """Loss of the dense base, then of top-k and of threshold routing at every budget.
 
@@ -130,7 +135,10 @@ def evaluate_budgets(
     rounds = 1 + 2 * len(budgets)
     config = active_routings(model)[0].active_config()
     behind = config.phases == "prefill"
-    with restored(model), tqdm(total=len(kept) * rounds, desc="eval", unit="batch", disable=None) as bar:
+    with (
+        restored(model),
+        tqdm(total=len(kept) * rounds, desc="eval", unit="batch", disable=None) as bar,
+    ):
 
         def seen() -> Iterator[Batch]:
             for batch in kept:
@@ -140,7 +148,9 @@ def evaluate_budgets(
         def routed(budget: float, rule: str, topk_loss: float | None = None) -> BudgetRow:
             if behind:
                 counter = RouteCounter()
-                loss = _mean_loss(model, seen(), partial(_logits_behind_prompts, model, counter), behind)
+                loss = _mean_loss(
+                    model, seen(), partial(_logits_behind_prompts, model, counter), behind
+                )
             else:
                 with count_routes(model) as counter:
                     loss = mean_loss(model, seen())
@@ -159,7 +169,11 @@ def evaluate_budgets(
 
         with model.disable_adapter():
             loss = _mean_loss(model, seen(), partial(_logits, model), behind)
-            rows = [BudgetRow(budget=1.0, rule="dense", loss=loss, full_ratio=1.0, behind_prompts=behind)]
+            rows = [
+                BudgetRow(
+                    budget=1.0, rule="dense", loss=loss, full_ratio=1.0, behind_prompts=behind
+                )
+            ]
         if not config.takes_budget():
             return [*rows, routed(config.budget, "fixed")]
         for budget in budgets:

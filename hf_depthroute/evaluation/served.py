@@ -44,7 +44,9 @@ def read_generated(model: Any, ids: torch.Tensor, prompt: int, **inputs: Any) ->
 
 
 @torch.no_grad()
-def read_behind_prompts(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[RouteTrace, torch.Tensor]:
+def read_behind_prompts(
+    model: Any, batch: Mapping[str, torch.Tensor]
+) -> tuple[RouteTrace, torch.Tensor]:
     """Read texts whose first two thirds are a prompt (`prompts_of`), as `phases="prefill"` serves them.
 
     Args:
@@ -61,7 +63,10 @@ def read_behind_prompts(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[
 
 @torch.no_grad()
 def served_scores(
-    model: Any, requests: Sequence[Request], max_length: int, counting: Callable[[], AbstractContextManager[None]]
+    model: Any,
+    requests: Sequence[Request],
+    max_length: int,
+    counting: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[tuple[int, float, bool]]:
     """The log-likelihood of every continuation, and whether it is the greedy one, with the number of its request.
 

@@ -33,7 +33,10 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, A
         and not is_paged(kwargs)
         and not is_watched(attention)
         and config._attn_implementation in _KERNELS
-        and not (config._attn_implementation == "eager" and getattr(attention, "reorder_and_upcast_attn", False))
+        and not (
+            config._attn_implementation == "eager"
+            and getattr(attention, "reorder_and_upcast_attn", False)
+        )
         and not records_attention(kwargs)
     )
 
@@ -51,7 +54,9 @@ def supports_rows(attention: Any, style: str | None, x: Tensor, kwargs: dict[str
     )
 
 
-def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def attended_rows(
+    attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]
+) -> Tensor:
     """The attention's output at the tokens in `mask`; all tokens enter the KV cache.
 
     Args:
@@ -97,7 +102,9 @@ def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: d
         out = _causal(attention, make, padded, keys, values, time_RQ)
     else:
         if allowed is not None:  # the rows of the chosen queries, free where padded
-            allowed = allowed[..., : keys.shape[2]].expand(len(mask), -1, -1, -1).transpose(1, 2)[mask]
+            allowed = (
+                allowed[..., : keys.shape[2]].expand(len(mask), -1, -1, -1).transpose(1, 2)[mask]
+            )
             shape = (len(used_R), padded.shape[2], *allowed.shape[1:])  # [R, Q, 1 or H, S]
             if allowed.dtype == torch.bool:
                 free = allowed.new_ones(shape)
@@ -117,7 +124,9 @@ def write_keys_values(attention: Any, style: str | None, x: Tensor, kwargs: dict
         attention(x, **kwargs)
 
 
-def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def attended_update(
+    attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]
+) -> Tensor:
     """`attended_rows` by row ops: `[B, T, d]`, zeros where not `mask`; its shapes do not depend on the mask."""
     make = STYLES[style]
     flat = mask.reshape(-1)
@@ -136,7 +145,9 @@ def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs:
     if x.shape[1] == 1:
         past = keys.shape[2] - 1
     out = attend_rows(queries, keys, values, mask, allowed, past, attention.scaling)
-    return linear_rows(out.flatten(0, 1).flatten(1), flat, output.weight, output.bias).view(*x.shape[:-1], -1)
+    return linear_rows(out.flatten(0, 1).flatten(1), flat, output.weight, output.bias).view(
+        *x.shape[:-1], -1
+    )
 
 
 def _keys_values(
@@ -162,32 +173,52 @@ def _keys_values(
 
 
 def _run(
-    attention: Any, make: Projections, queries: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None
+    attention: Any,
+    make: Projections,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    allowed: Tensor | None,
 ) -> Tensor:
     """The model's own attention kernel: `[R, H, Q, k]` to `[R, Q, H, k]`."""
     # A model that runs has loaded it.
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager = sys.modules[type(attention).__module__].eager_attention_forward
-    kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
-    if allowed is not None and allowed.dtype == torch.bool and attention.config._attn_implementation == "eager":
+    kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
+        attention.config._attn_implementation, eager
+    )
+    if (
+        allowed is not None
+        and allowed.dtype == torch.bool
+        and attention.config._attn_implementation == "eager"
+    ):
         allowed = torch.where(allowed, 0.0, torch.finfo(queries.dtype).min).to(queries.dtype)
     more = {}
     if make.softcap:
         more = {"softcap": attention.attn_logit_softcapping}
-    out: Tensor = kernel(attention, queries, keys, values, allowed, dropout=0.0, scaling=attention.scaling, **more)[0]
+    out: Tensor = kernel(
+        attention, queries, keys, values, allowed, dropout=0.0, scaling=attention.scaling, **more
+    )[0]
     return out
 
 
 def _causal(
-    attention: Any, make: Projections, queries: Tensor, keys: Tensor, values: Tensor, time_RQ: Tensor
+    attention: Any,
+    make: Projections,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    time_RQ: Tensor,
 ) -> Tensor:
     """Without a mask: token `t` sees keys `0..t`. Queries are cut into slices that see no more keys than they need."""
     parts = []
     for part, time in zip(queries.split(_CAUSAL_SLICE, dim=2), time_RQ.split(_CAUSAL_SLICE, dim=1)):
         length = int(time.max()) + 1
         allowed = torch.arange(length, device=time.device) <= time[:, None, :, None]
-        parts.append(_run(attention, make, part, keys[:, :, :length], values[:, :, :length], allowed))
+        parts.append(
+            _run(attention, make, part, keys[:, :, :length], values[:, :, :length], allowed)
+        )
     return torch.cat(parts, dim=1)
 
 

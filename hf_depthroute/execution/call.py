@@ -44,7 +44,9 @@ class Decision:
     probs: Tensor | None = None
 
 
-def without_scores(routing: Routing, plan: RoutePlan, x: Tensor, mask: Tensor, probs: Tensor | None = None) -> Decision:
+def without_scores(
+    routing: Routing, plan: RoutePlan, x: Tensor, mask: Tensor, probs: Tensor | None = None
+) -> Decision:
     """A decision that was not made on these tokens: scores and extras are NaN, and so are the probs that are not given.
 
     Args:
@@ -58,7 +60,10 @@ def without_scores(routing: Routing, plan: RoutePlan, x: Tensor, mask: Tensor, p
     extras = dict.fromkeys(plan.extras, nothing)
     if plan.recorders and plan.gate.outputs:
         shapes = {name: value.shape[2:] for name, value in routing.score(plan, x[:, :1]).items()}
-        extras |= {name: nothing.new_full((*x.shape[:2], *shapes[name]), torch.nan) for name in plan.gate.outputs}
+        extras |= {
+            name: nothing.new_full((*x.shape[:2], *shapes[name]), torch.nan)
+            for name in plan.gate.outputs
+        }
     return Decision(nothing, extras, mask, nothing if probs is None else probs)
 
 
@@ -193,7 +198,9 @@ class RoutedCall:
         index = (~self.mask).reshape(-1).nonzero().squeeze(-1)
         if not len(index):
             return after
-        update = self.memory.update(self.ngrams.flatten(0, 1)[index.to(self.ngrams.device)], after.dtype)
+        update = self.memory.update(
+            self.ngrams.flatten(0, 1)[index.to(self.ngrams.device)], after.dtype
+        )
         rows = after.reshape(-1, after.shape[-1])
         if torch.is_grad_enabled():
             add = rows.index_add

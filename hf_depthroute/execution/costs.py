@@ -62,7 +62,11 @@ def gather_costs_of(few: tuple[float, float], many: tuple[float, float]) -> Gath
 
 def is_launched(stream: Tensor) -> bool:
     """Whether the host launches the kernels on `stream` one by one: on a GPU, neither compiled nor captured."""
-    return stream.is_cuda and not torch.compiler.is_compiling() and not torch.cuda.is_current_stream_capturing()
+    return (
+        stream.is_cuda
+        and not torch.compiler.is_compiling()
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 def prefers_gathering(call: RoutedCall) -> bool:
@@ -93,10 +97,16 @@ def unrouted_steps(
     """
     if inputs.shape[1] != 1 or torch.is_grad_enabled() or not is_launched(inputs):
         return None
-    if starts_prompt(dict(kwargs), 1) or getattr(kwargs.get("past_key_values"), "is_compileable", False):
+    if starts_prompt(dict(kwargs), 1) or getattr(
+        kwargs.get("past_key_values"), "is_compileable", False
+    ):
         return None
     held = ((layer, cast("Routing | None", layer._modules.get(ROUTING))) for layer in layers)
-    unrouted = {layer: routing for layer, routing in held if routing is not None and _is_unpaid(layer, routing, inputs)}
+    unrouted = {
+        layer: routing
+        for layer, routing in held
+        if routing is not None and _is_unpaid(layer, routing, inputs)
+    }
     for routing in unrouted.values():
         _say_once(routing)
     return frozenset(unrouted) or None
@@ -119,8 +129,16 @@ def _is_unpaid(layer: nn.Module, routing: Routing, inputs: Tensor) -> bool:
 
 def _skipped_bytes(layer: Any, routing: Routing, plan: RoutePlan) -> int:
     """The weights that a skipped token leaves unread."""
-    parts = {routing.family.ffn: plan.target.skips_ffn, routing.family.attention: plan.target.skips_attention}
-    weights = [weight for name, skips in parts.items() if skips for weight in getattr(layer, name).parameters()]
+    parts = {
+        routing.family.ffn: plan.target.skips_ffn,
+        routing.family.attention: plan.target.skips_attention,
+    }
+    weights = [
+        weight
+        for name, skips in parts.items()
+        if skips
+        for weight in getattr(layer, name).parameters()
+    ]
     return sum(weight.numel() * weight.element_size() for weight in weights)
 
 

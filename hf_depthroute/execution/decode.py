@@ -65,7 +65,9 @@ class DecodeStep:
             threshold = plan.threshold
         self.threshold = torch.as_tensor(threshold, dtype=torch.float32).item()
 
-    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor | None:
+    def __call__(
+        self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext
+    ) -> Tensor | None:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         ngrams = self._ngrams(context, kwargs)
@@ -77,7 +79,9 @@ class DecodeStep:
         if self.plan.rule == "static":
             return _cheap(made, a, ngrams)
         if made.joint is not None:
-            return made.joint.run(a, self.threshold, lambda rows: modules[ffn](modules[ffn_norm](rows)))[0]
+            return made.joint.run(
+                a, self.threshold, lambda rows: modules[ffn](modules[ffn_norm](rows))
+            )[0]
         assert made.score is not None
         if self.reads_stream:
             normed = None  # a skipped token needs none
@@ -117,7 +121,9 @@ class AttentionStep(DecodeStep):
         super().__init__(routing, plan, weights)
         self.style = routing.family.queries
 
-    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor:
+    def __call__(
+        self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext
+    ) -> Tensor:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         ngrams = self._ngrams(context, kwargs)
@@ -164,7 +170,9 @@ class SequenceStep(DecodeStep):
 
     scores = False
 
-    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor | None:
+    def __call__(
+        self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext
+    ) -> Tensor | None:
         cache = cache_of(kwargs)
         decided = remembered(cache, self.layer_index)
         if decided is None:  # these tokens are the prompt
@@ -209,7 +217,12 @@ def _cheap(made: Prepared, a: Tensor, ngrams: Tensor | None, scale: Tensor | Non
 def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
     """Changes whenever what an RMS norm on the CPU does; None if that is more than its weight says."""
     weight = norm._parameters.get("weight")
-    if weight is None or not is_whole(weight) or weight.device.type != "cpu" or weight.is_inference():
+    if (
+        weight is None
+        or not is_whole(weight)
+        or weight.device.type != "cpu"
+        or weight.is_inference()
+    ):
         return None
     if norm._modules or is_watched(norm):
         return None
@@ -225,7 +238,9 @@ def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
     """Whether a forward pass of `inputs` `[B, T, ...]` is a decoding step on a CPU, in plain inference."""
     if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS or inputs.device.type != "cpu":
         return False
-    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
+    return not (
+        torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+    )
 
 
 def supports_decode(plan: RoutePlan, family: Family) -> bool:

@@ -66,10 +66,16 @@ class Rows(Executor):
     def supports(self, call: RoutedCall) -> bool:
         if is_exporting() or call.plan.executor not in ("auto", "rows"):
             return False
-        unasked = call.plan.executor == "auto" and not (call.stream.is_cuda or torch.compiler.is_compiling())
+        unasked = call.plan.executor == "auto" and not (
+            call.stream.is_cuda or torch.compiler.is_compiling()
+        )
         if unasked or (call.plan.executor == "auto" and prefers_gathering(call)):
             return False
-        return not call.needs_both_paths and not skips_sequences(call) and call.target.supports_rows(call)
+        return (
+            not call.needs_both_paths
+            and not skips_sequences(call)
+            and call.target.supports_rows(call)
+        )
 
     def run(self, call: RoutedCall) -> Tensor:
         return call.finish(call.target.by_rows(call))
@@ -98,7 +104,9 @@ class Gathered(Executor):
             return None  # a step leaves them out
         remembers = plan.adapter in routing.depth_route_memory
         # A static layer without attention writes no keys and values, as a sequence without.
-        if plan.config.granularity == "sequence" or (plan.target.skips_attention and plan.rule == "static"):
+        if plan.config.granularity == "sequence" or (
+            plan.target.skips_attention and plan.rule == "static"
+        ):
             kind = SequenceStep
         if batch > kind.most_rows or (kind is SequenceStep and remembers):
             return None

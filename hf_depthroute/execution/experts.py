@@ -46,7 +46,9 @@ def routed_pairs(
     seen: list[Pairs] = []
     kept: list[Tensor] = []
 
-    def choose(module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def choose(
+        module: nn.Module, args: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         x, index, weights = args
         mask, factor = decide(index)
         seen[:] = [Pairs(index, weights, factor)]
@@ -66,5 +68,7 @@ def routed_pairs(
         return out.new_zeros(len(seen[0].index), out.shape[-1]).index_add(0, token_P, out)
 
     hooks = of_this_thread(choose), of_this_thread(gather)
-    with hooked([experts.register_forward_pre_hook(hooks[0]), experts.register_forward_hook(hooks[1])]):
+    with hooked(
+        [experts.register_forward_pre_hook(hooks[0]), experts.register_forward_hook(hooks[1])]
+    ):
         yield seen

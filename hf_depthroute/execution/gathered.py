@@ -50,7 +50,9 @@ def gathered_update(
             if cheap is None:
                 return a
             return a.add_(cheap(a))
-        return a.add_(full(x) if weight is None else full(x) * weight.view(*a.shape[:-1], 1).to(a.dtype))
+        return a.add_(
+            full(x) if weight is None else full(x) * weight.view(*a.shape[:-1], 1).to(a.dtype)
+        )
     width = a.shape[-1]
     rows = a.reshape(-1, width)  # [N, d]
     x_rows = x.reshape(-1, width)  # [N, d]
@@ -89,7 +91,12 @@ def in_slices(path: TensorMap, rows: Tensor, slice_rows: int | None) -> Tensor:
 
 
 def add_rows(
-    out: Tensor, source: Tensor, index: Tensor, path: TensorMap, slice_rows: int | None, weight_N: Tensor | None
+    out: Tensor,
+    source: Tensor,
+    index: Tensor,
+    path: TensorMap,
+    slice_rows: int | None,
+    weight_N: Tensor | None,
 ) -> Tensor:
     """Add `path(source[index])`, times `weight_N[index]` `[F, 1]` if given, to `out[index]` in place, slice by slice.
 

@@ -44,7 +44,11 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     kwargs.update(zip(layer._argument_names, args))
     routing: Routing | None = layer._modules.get(ROUTING)
     context = unpack(kwargs)
-    if context.steps is not None and layer in context.steps and not is_recorded(ATTENTIONS, ROUTER_LOGITS):
+    if (
+        context.steps is not None
+        and layer in context.steps
+        and not is_recorded(ATTENTIONS, ROUTER_LOGITS)
+    ):
         stepped = context.steps[layer](layer, hidden_states, kwargs, context)
         if stepped is not None:
             return stepped
@@ -76,7 +80,13 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     return (outputs[0], next(iter(weights), None)) if routing.family.returns_weights else outputs[0]
 
 
-def _outputs(layer: Any, plan: RoutePlan | None, context: ForwardContext, hidden_states: Tensor, kwargs: Kwargs) -> Any:
+def _outputs(
+    layer: Any,
+    plan: RoutePlan | None,
+    context: ForwardContext,
+    hidden_states: Tensor,
+    kwargs: Kwargs,
+) -> Any:
     """`_run`, under gradient checkpointing if that is on."""
     if not (layer.gradient_checkpointing and layer.training):
         return _run(layer, plan, context, hidden_states, **kwargs)
@@ -85,7 +95,11 @@ def _outputs(layer: Any, plan: RoutePlan | None, context: ForwardContext, hidden
 
 
 def _run(
-    layer: Any, plan: RoutePlan | None, context: ForwardContext, hidden_states: Tensor, **kwargs: Any
+    layer: Any,
+    plan: RoutePlan | None,
+    context: ForwardContext,
+    hidden_states: Tensor,
+    **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     """The layer's output `[B, T, d]`, then mask, scores, probs and the plan's extras when a trace is recorded."""
     if plan is None:

@@ -17,7 +17,12 @@ def scaled(update: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def masked_update(
-    before: Tensor, after_full: Tensor, after_cheap: Tensor, mask: Tensor, probs: Tensor, mix: str = "hard"
+    before: Tensor,
+    after_full: Tensor,
+    after_cheap: Tensor,
+    mask: Tensor,
+    probs: Tensor,
+    mix: str = "hard",
 ) -> Tensor:
     """The stream after the path that `mask` chose for each token.
 

@@ -30,8 +30,12 @@ def ngrams_of(layer_index: int, order: int, context: ForwardContext, kwargs: Kwa
     """
     ids, token_mask = context.token_ids, context.token_mask
     if ids is None:
-        raise ValueError(f"layer {layer_index}: its memory needs the token ids; call the whole model")
-    ngrams = context.once(("ngrams", order), lambda: suffixes(ids, order, token_mask, context.starts))
+        raise ValueError(
+            f"layer {layer_index}: its memory needs the token ids; call the whole model"
+        )
+    ngrams = context.once(
+        ("ngrams", order), lambda: suffixes(ids, order, token_mask, context.starts)
+    )
     cache = cache_of(kwargs)
     if cache is None:
         return ngrams

@@ -22,13 +22,21 @@ from .masked import scaled
 def as_decided(plan: RoutePlan, layer_index: int, kwargs: dict[str, Any]) -> RoutePlan:
     """`plan`, but in the middle of a generation, whose prompt was decided: that decision holds at a budget of 1 too."""
     full = plan.rule == "full" or plan.everything
-    if full and plan.config.granularity == "sequence" and remembered(cache_of(kwargs), layer_index) is not None:
+    if (
+        full
+        and plan.config.granularity == "sequence"
+        and remembered(cache_of(kwargs), layer_index) is not None
+    ):
         return replace(plan, rule="threshold", everything=False)
     return plan
 
 
 def decide_sequences(
-    layer: Any, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None, kwargs: dict[str, Any]
+    layer: Any,
+    plan: RoutePlan,
+    gate_input: Tensor,
+    token_mask: Tensor | None,
+    kwargs: dict[str, Any],
 ) -> Decision:
     """One decision per sequence, on the mean over its real tokens; with a KV cache, the one made on the prompt.
 
@@ -49,7 +57,10 @@ def decide_sequences(
     # In float32: the sum over a long prompt leaves the range of float16.
     total = gate_input.masked_fill(~real[..., None], 0).sum(1, keepdim=True, dtype=torch.float32)
     pooled = (total / real.sum(1)[:, None, None].clamp(min=1)).to(gate_input.dtype)
-    extras = {name: value.expand(-1, length, *value.shape[2:]) for name, value in routing.score(plan, pooled).items()}
+    extras = {
+        name: value.expand(-1, length, *value.shape[2:])
+        for name, value in routing.score(plan, pooled).items()
+    }
     scores = extras.pop("scores")
     return Decision(scores, extras, *routing.decide(plan, scores, None, extras.get("predicted")))
 
@@ -60,7 +71,9 @@ def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
     if not call.plan.training:
         cache = cache_of(call.kwargs)
     if cache is not None and remembered(cache, call.routing.layer_index) is None:
-        remember(cache, call.routing.layer_index, call.mask[:, 0], call.probs[:, 0], skips_attention)
+        remember(
+            cache, call.routing.layer_index, call.mask[:, 0], call.probs[:, 0], skips_attention
+        )
 
 
 def skips_sequences(call: RoutedCall) -> bool:
@@ -72,9 +85,15 @@ def skips_sequences(call: RoutedCall) -> bool:
     Raises:
         ValueError: Such outputs are asked for in the middle of a generation that has skipped sequences.
     """
-    if not call.plan.target.skips_attention or call.needs_both_paths or torch.compiler.is_compiling():
+    if (
+        not call.plan.target.skips_attention
+        or call.needs_both_paths
+        or torch.compiler.is_compiling()
+    ):
         return False
-    static = call.plan.rule == "static" and call.plan.last_tokens is None and call.plan.replayed is None
+    static = (
+        call.plan.rule == "static" and call.plan.last_tokens is None and call.plan.replayed is None
+    )
     if not (call.plan.config.granularity == "sequence" or static):
         return False
     cache = cache_of(call.kwargs)
@@ -102,7 +121,9 @@ def skip_sequences(call: RoutedCall) -> Tensor:
     rows = keep.nonzero().squeeze(-1)
     others = (~keep).nonzero().squeeze(-1)
     if len(rows):
-        kwargs = {name: whole_sequences(value, rows, len(keep)) for name, value in call.kwargs.items()}
+        kwargs = {
+            name: whole_sequences(value, rows, len(keep)) for name, value in call.kwargs.items()
+        }
         after = call.of(rows, kwargs).full()
     else:
         after = stream[rows]

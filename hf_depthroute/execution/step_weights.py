@@ -66,9 +66,17 @@ class StepWeights:
         if isinstance(branch, NeuronBranch):
             modules += branch.borrowed()
         reads_norm = plan.config.gate_input != "residual"
-        self.joins = scores and reads_norm and plan.rule != "static" and plan.mix == "hard" and self.memory is None
+        self.joins = (
+            scores
+            and reads_norm
+            and plan.rule != "static"
+            and plan.mix == "hard"
+            and self.memory is None
+        )
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
+        self._weights = [
+            weight for module in modules for weight in module.parameters(recurse=False)
+        ]
         self._plain = all(is_whole(w) and w.device.type == "cpu" for w in self._weights)
         self._plain &= not any(is_watched(m) for m in modules)
         self.prompts = routing.prompts  # what is prepared serves one of them
@@ -102,4 +110,6 @@ class StepWeights:
                 return Prepared(dtype, folds, joint, None, None, recall)
         if branch is not None:
             branch = branch.for_decoding(dtype)
-        return Prepared(dtype, folds, None, None if gate is None else gate.for_decoding(dtype), branch, recall)
+        return Prepared(
+            dtype, folds, None, None if gate is None else gate.for_decoding(dtype), branch, recall
+        )

@@ -47,9 +47,13 @@ class Target(TargetTraits, ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "decode_step" not in vars(cls):
-            raise TypeError(f"{cls.__name__}.decode_step is not declared: name a step of execution.decode, or None")
+            raise TypeError(
+                f"{cls.__name__}.decode_step is not declared: name a step of execution.decode, or None"
+            )
 
-    def of_call(self, routing: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs) -> Target:
+    def of_call(
+        self, routing: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs
+    ) -> Target:
         """The target of one forward pass, where a target reads more than the stream.
 
         Args:
@@ -77,11 +81,15 @@ class Target(TargetTraits, ABC):
         """The layer's output, from the stream after the routed part, each `[B, T, d]`."""
         return after
 
-    def decide(self, routing: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
+    def decide(
+        self, routing: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None
+    ) -> Decision:
         """The gate's decision, from the stream or its norm, `[B, T, d]`."""
         extras = routing.score(plan, gate_input)
         scores = extras.pop("scores")
-        return Decision(scores, extras, *routing.decide(plan, scores, token_mask, extras.get("predicted")))
+        return Decision(
+            scores, extras, *routing.decide(plan, scores, token_mask, extras.get("predicted"))
+        )
 
     def both(self, call: RoutedCall) -> tuple[Tensor, Tensor]:
         """The stream after the full and after the cheap path, for every token, each `[B, T, d]`."""
@@ -89,7 +97,9 @@ class Target(TargetTraits, ABC):
 
     def mixed(self, call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> Tensor:
         """The stream after the two paths, mixed or chosen as the plan says, `[B, T, d]`."""
-        return masked_update(call.stream, after_full, after_cheap, call.mask, call.probs, call.plan.mix)
+        return masked_update(
+            call.stream, after_full, after_cheap, call.mask, call.probs, call.plan.mix
+        )
 
     def masked(self, call: RoutedCall) -> Tensor:
         """The stream after the routed part, `[B, T, d]`, both paths computed; adds to the decision's `extras`."""
@@ -128,7 +138,9 @@ def target_of(plan: RoutePlan) -> Target:
     """
     if isinstance(plan.target, Target):
         return plan.target
-    raise TypeError(f"target {plan.target.called!r}: {type(plan.target).__name__} does not derive from {Target}")
+    raise TypeError(
+        f"target {plan.target.called!r}: {type(plan.target).__name__} does not derive from {Target}"
+    )
 
 
 def _outcomes(call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> dict[str, Tensor]:

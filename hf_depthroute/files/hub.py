@@ -10,10 +10,15 @@ from contextlib import contextmanager
 from .shown import OneLine
 
 # Of users hf_..., of organisations api_org_..., and what the Hub signs: hf_oauth_eyJ... and hf_jwt_eyJ..., with dots.
-_TOKEN = re.compile(r"(?:(?<=hf_oauth_)|(?<=hf_jwt_))[\w.-]{16,}|(?:(?<=hf_)|(?<=api_org_))[A-Za-z0-9]{16,}", re.ASCII)
+_TOKEN = re.compile(
+    r"(?:(?<=hf_oauth_)|(?<=hf_jwt_))[\w.-]{16,}|(?:(?<=hf_)|(?<=api_org_))[A-Za-z0-9]{16,}",
+    re.ASCII,
+)
 
 
-_DATASET = re.compile(r"(?:Couldn't reach|Dataset) '?([\w-][\w.-]{0,95}(?:/[\w.-]{1,96})?)'? ", re.ASCII)
+_DATASET = re.compile(
+    r"(?:Couldn't reach|Dataset) '?([\w-][\w.-]{0,95}(?:/[\w.-]{1,96})?)'? ", re.ASCII
+)
 
 
 class HubError(OneLine, RuntimeError):
@@ -32,7 +37,9 @@ def explain(error: BaseException, what: str | None = None, access: str = "read")
         what: The thing asked for, such as `"model me/tiny"`. By default the dataset that the error is about, if any.
         access: `"read"`, or `"write"` for what is sent to the Hub.
     """
-    said = next((said for cause in causes(error) if (said := _said(cause, access)) is not None), None)
+    said = next(
+        (said for cause in causes(error) if (said := _said(cause, access)) is not None), None
+    )
     if said is None:
         return None
     return HubError(f"{what or _dataset_in(error) or 'download'}: {said}")
@@ -110,7 +117,11 @@ def offline() -> bool:
     """Whether HF_HUB_OFFLINE was set when the Hub client was imported."""
     from huggingface_hub import constants
 
-    return bool(constants.HF_HUB_OFFLINE) or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "TRUE", "YES")
+    return bool(constants.HF_HUB_OFFLINE) or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in (
+        "1",
+        "TRUE",
+        "YES",
+    )
 
 
 def _refused(access: str, status: int) -> str:

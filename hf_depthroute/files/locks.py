@@ -20,7 +20,9 @@ except ImportError:  # Windows
 
 
 @contextlib.contextmanager
-def locked(path: Path, busy: Exception, patience: float = 0.0, shared: bool = False) -> Iterator[None]:
+def locked(
+    path: Path, busy: Exception, patience: float = 0.0, shared: bool = False
+) -> Iterator[None]:
     """Hold the lock of `path` inside the block. On Windows, or a file system without locks, there is none.
 
     Args:

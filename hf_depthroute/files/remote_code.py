@@ -53,7 +53,10 @@ def code_repositories(model: str) -> list[str]:
 
 def refused_code(error: BaseException, model: str) -> str | None:
     """The message if transformers refused to load `model` without its remote code; None for any other error."""
-    if not any(isinstance(cause, ValueError) and "trust_remote_code=True" in str(cause) for cause in causes(error)):
+    if not any(
+        isinstance(cause, ValueError) and "trust_remote_code=True" in str(cause)
+        for cause in causes(error)
+    ):
         return None
     names = ", ".join(code_repositories(model))
     return f"asks for code of its own, from {names}, which is not run unasked; read it, then pass --trust-remote-code"

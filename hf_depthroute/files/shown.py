@@ -12,7 +12,9 @@ import sys
 from typing import TextIO
 
 # Controls (C0, delete, C1), surrogates, line and paragraph separators, and what turns the direction of text.
-_ACTS = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_ACTS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
 _ACTS_IN_BLOCK = re.compile(_ACTS.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
 
 

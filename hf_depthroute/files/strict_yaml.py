@@ -57,7 +57,9 @@ def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) ->
             seen = set()
             for key_node, _ in node.value:
                 if key_node.tag == "tag:yaml.org,2002:merge":  # its keys would not come by here
-                    raise YamlError(f"{name}: YAML merge keys (<<) are not supported; write the values out")
+                    raise YamlError(
+                        f"{name}: YAML merge keys (<<) are not supported; write the values out"
+                    )
                 key = key_name(str(key_node.value))
                 if key in seen:
                     raise YamlError(f"{name}: key {key_node.value!r} appears twice; keep one")
@@ -68,7 +70,9 @@ def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) ->
         value = loader.construct_yaml_int(node)
         # No option takes it, and Python may refuse to print it.
         if not -(1 << 63) <= value < 1 << 63:
-            raise YamlError(f"{name}: line {node.start_mark.line + 1}: {node.value[:20]}... is too large a number")
+            raise YamlError(
+                f"{name}: line {node.start_mark.line + 1}: {node.value[:20]}... is too large a number"
+            )
         return value
 
     Loader.add_constructor("tag:yaml.org,2002:int", whole_number)
@@ -79,5 +83,7 @@ def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) ->
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise YamlError(f"{name}: not valid YAML: {str(error) or type(error).__name__}") from error
     if loaded is not None and not isinstance(loaded, dict):
-        raise YamlError(f"{name}: must be a mapping of names to values, not a {type(loaded).__name__}")
+        raise YamlError(
+            f"{name}: must be a mapping of names to values, not a {type(loaded).__name__}"
+        )
     return loaded or {}

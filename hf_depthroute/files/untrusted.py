@@ -40,7 +40,11 @@ def read_file(path: Path, limit: int, folder: Path | None = None) -> bytes:
         place = place_of(path, folder)
     try:
         # Do not wait for a writer to a pipe. What was looked at is not exchanged for a link meanwhile.
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if folder else 0)
+        flags = (
+            os.O_RDONLY
+            | getattr(os, "O_NONBLOCK", 0)
+            | (getattr(os, "O_NOFOLLOW", 0) if folder else 0)
+        )
         number = os.open(place, flags)
         if not stat.S_ISREG(os.fstat(number).st_mode):
             os.close(number)
@@ -82,8 +86,14 @@ def place_of(path: Path, folder: Path) -> Path:
         raise
     except (OSError, RuntimeError) as error:
         # A circle of links is one or the other, by the version of Python.
-        raise RefusedFileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    blobs = [snapshots.parent / "blobs" for snapshots in (root, *root.parents) if snapshots.name == "snapshots"]
+        raise RefusedFileError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
+    blobs = [
+        snapshots.parent / "blobs"
+        for snapshots in (root, *root.parents)
+        if snapshots.name == "snapshots"
+    ]
     if not place.is_relative_to(root) and place.parent not in blobs:
         raise RefusedFileError(f"{path}: is a link out of its folder; put a copy of the file there")
     return place

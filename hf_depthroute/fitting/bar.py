@@ -33,10 +33,14 @@ class FitBar:
             disable = True
         self.total = passes * len(layers)
         self.done = 0
-        self._bar = tqdm(total=self.total, disable=disable, unit="", unit_scale=True, bar_format=_FORMAT)
+        self._bar = tqdm(
+            total=self.total, disable=disable, unit="", unit_scale=True, bar_format=_FORMAT
+        )
         if not self._bar.disable:
             called = of_this_thread(self._called)
-            self._handles = [layer.register_forward_pre_hook(called, with_kwargs=True) for layer in layers]
+            self._handles = [
+                layer.register_forward_pre_hook(called, with_kwargs=True) for layer in layers
+            ]
 
     def __enter__(self) -> FitBar:
         return self

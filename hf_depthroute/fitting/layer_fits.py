@@ -71,7 +71,9 @@ class Fits:
         self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.routings}
         real = self.walk.real[self._fitted :]
         self._gradients = text_gradients(model, held_out, real, self.config.seed, _DRAWS)
-        self.metrics = stream_metrics(self._gradients, real, next(iter(self.routings.values())).width)
+        self.metrics = stream_metrics(
+            self._gradients, real, next(iter(self.routings.values())).width
+        )
         self.threshold = 0.0  # of the gates as they are
         self.next_threshold = 0.0  # the same, of the gates that a round has fitted so far
         self._factor = 1.0
@@ -95,7 +97,9 @@ class Fits:
             self.bar.layer_done()
             if first:
                 return rows.outputs(None) + held_out.outputs(None)
-            return rows.outputs(scores_N >= self.next_threshold) + held_out.outputs(others_N >= self.next_threshold)
+            return rows.outputs(scores_N >= self.next_threshold) + held_out.outputs(
+                others_N >= self.next_threshold
+            )
 
         walk_layers(self.walk, visit)
         pooled = self._pooled()
@@ -124,7 +128,9 @@ class Fits:
         found = self.layers[index]
         gate = self._gate(index)
         if cheap_N is None:
-            cheap_N = _cheaper_half(rows, self._fit_cheap_path(index, rows, ~rows.sinks).norm(dim=-1))
+            cheap_N = _cheaper_half(
+                rows, self._fit_cheap_path(index, rows, ~rows.sinks).norm(dim=-1)
+            )
         taken_N = cheap_N & ~rows.sinks
         missed_Nd = self._fit_cheap_path(index, rows, taken_N)
         missed, update = (
@@ -144,7 +150,9 @@ class Fits:
         of_all_N = rows_of_all(wanted_N)
         mean = of_all_N.mean()
         spread = of_all_N.std().clamp(min=1e-30)
-        gate.fit(rows.gate[~rows.sinks], (wanted_N - mean) / spread, self.config.seed + index, always_Sd)
+        gate.fit(
+            rows.gate[~rows.sinks], (wanted_N - mean) / spread, self.config.seed + index, always_Sd
+        )
         wanted_N = (of_all_N - mean) / spread
         predicted_N = rows_of_all(self._scores(index, rows)[~rows.sinks])
         # Of a token that looks like a sink it is huge.
@@ -162,12 +170,16 @@ class Fits:
         nothing = rows.update.new_zeros(())
         if threshold is None:  # none is known yet: at the share of all
             others_N = rows_of_all(scores_N[~rows.sinks])
-            threshold = float(others_N.kthvalue(max(1, round((1 - self.config.budget) * len(others_N)))).values)
+            threshold = float(
+                others_N.kthvalue(max(1, round((1 - self.config.budget) * len(others_N)))).values
+            )
         cheap_N = (scores_N < threshold) & ~rows.sinks
         together = nothing.double()
         alone = nothing.double()
         start = 0
-        for call, full, real, gradients in zip(rows.calls, rows.fulls, rows.real, self._gradients, strict=True):
+        for call, full, real, gradients in zip(
+            rows.calls, rows.fulls, rows.real, self._gradients, strict=True
+        ):
             count = int(real.sum())
             cheap = torch.zeros_like(real)
             cheap[real] = cheap_N[start : start + count]
@@ -224,7 +236,11 @@ class _Rows:
         else:
             self.gate = self._of([call.norm() for call in calls])
         self.normed: torch.Tensor = branch.normed(streams).float()
-        ngrams = [c.ngrams.to(mask.device)[mask] for c, mask in zip(calls, self.real) if c.ngrams is not None]
+        ngrams = [
+            c.ngrams.to(mask.device)[mask]
+            for c, mask in zip(calls, self.real)
+            if c.ngrams is not None
+        ]
         self.ngrams = torch.empty(0)  # of a branch with a memory
         if ngrams:
             self.ngrams = torch.cat(ngrams)
@@ -269,7 +285,9 @@ def _cheaper_half(rows: _Rows, missed_N: torch.Tensor) -> torch.Tensor:
     """Bool `[N]`: where a linear prediction of what is missed is low."""
     x = F.pad(rows.gate, (0, 1), value=1.0)
     others_N = ~rows.sinks
-    predicted_N = x @ ridge_weights(*moments(x[others_N], missed_N[others_N, None]), _PENALTY).to(x).squeeze(1)
+    predicted_N = x @ ridge_weights(*moments(x[others_N], missed_N[others_N, None]), _PENALTY).to(
+        x
+    ).squeeze(1)
     of_all_N = rows_of_all(predicted_N[others_N])
     return predicted_N <= of_all_N.kthvalue((len(of_all_N) + 1) // 2).values
 

@@ -49,7 +49,9 @@ class LayerWalk:
         self._first: list[torch.Tensor] = []
         self._given: list[list[dict[str, Any]]] = []
         handles = [
-            layer.register_forward_pre_hook(of_this_thread(partial(self._note, index)), with_kwargs=True)
+            layer.register_forward_pre_hook(
+                of_this_thread(partial(self._note, index)), with_kwargs=True
+            )
             for index, layer in enumerate(self.layers)
         ]
         with hooked(handles), full_depth(model), torch.no_grad(), _passed_through(self.layers):
@@ -139,4 +141,6 @@ def walk_layers(walk: LayerWalk, visit: Visit) -> None:
         if plan is None:
             states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
         else:
-            states = visit(index, [walk.call(index, batch, h, plan) for batch, h in enumerate(states)])
+            states = visit(
+                index, [walk.call(index, batch, h, plan) for batch, h in enumerate(states)]
+            )

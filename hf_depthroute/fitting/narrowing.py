@@ -61,12 +61,17 @@ def trial_of(model: nn.Module, batches: Batches) -> Trial:
             ran_LB = torch.stack([(record.mask & record.real).sum(1) for record in trace.values()])
             seen_LB = torch.stack([record.real.sum(1) for record in trace.values()])
             shares.append((ran_LB.sum(0).double() / seen_LB.sum(0).clamp(min=1)).cpu())
-    return Trial(rows_of_all(torch.cat(losses)), rows_of_all(torch.cat(shares)), counter.full_ratio())
+    return Trial(
+        rows_of_all(torch.cat(losses)), rows_of_all(torch.cat(shares)), counter.full_ratio()
+    )
 
 
 def layer_states(model: nn.Module) -> dict[int, dict[str, Any]]:
     """A copy of what every routed layer holds, by its index."""
-    return {routing.layer_index: copy.deepcopy(routing.state_dict()) for routing in active_routings(model)}
+    return {
+        routing.layer_index: copy.deepcopy(routing.state_dict())
+        for routing in active_routings(model)
+    }
 
 
 def restore(model: nn.Module, state: Mapping[int, dict[str, Any]]) -> None:
@@ -92,14 +97,18 @@ def narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] 
     return _injected(model, config, layer_states(model))
 
 
-def _injected(model: PeftModel, config: DepthRouteConfig, state: Mapping[int, dict[str, Any]]) -> PeftModel:
+def _injected(
+    model: PeftModel, config: DepthRouteConfig, state: Mapping[int, dict[str, Any]]
+) -> PeftModel:
     """The base of `model` with another configuration of the adapter, and what its layers hold."""
     routed = get_depth_routed_model(model.unload(), config)
     restore(routed, state)
     return routed.eval()
 
 
-def without_layers(model: PeftModel, found: Trial, dense: Sequence[int], text: Batches) -> tuple[PeftModel, Trial]:
+def without_layers(
+    model: PeftModel, found: Trial, dense: Sequence[int], text: Batches
+) -> tuple[PeftModel, Trial]:
     """The model with the layers in `dense` not routed, with thresholds for what is left."""
     fewer = narrowed(model, dense=dense)
     if fewer is model:
@@ -108,7 +117,9 @@ def without_layers(model: PeftModel, found: Trial, dense: Sequence[int], text: B
     return fewer, trial_of(fewer, text)
 
 
-def without_gates(model: PeftModel, found: Trial, static: Sequence[int], text: Batches) -> tuple[PeftModel, Trial]:
+def without_gates(
+    model: PeftModel, found: Trial, static: Sequence[int], text: Batches
+) -> tuple[PeftModel, Trial]:
     """The model with the layers in `static` static, unless that costs more than noise."""
     if not static or len(static) == len(found.shares):
         return model, found

@@ -38,7 +38,11 @@ class PassTimes(NamedTuple):
 
 
 def in_time(
-    base: nn.Module, found: Mapping[int, Mapping[Option, StaticFit]], wanted: float, ids: torch.Tensor, tail: int
+    base: nn.Module,
+    found: Mapping[int, Mapping[Option, StaticFit]],
+    wanted: float,
+    ids: torch.Tensor,
+    tail: int,
 ) -> dict[int, dict[Option, StaticFit]]:
     """`found` with what every option saves as a share of the time of a prompt.
 
@@ -52,7 +56,9 @@ def in_time(
 
     def scaled(factor: float) -> dict[int, dict[Option, StaticFit]]:
         return {
-            index: {option: replace(fit, saved=factor * saved[option]) for option, fit in fits.items()}
+            index: {
+                option: replace(fit, saved=factor * saved[option]) for option, fit in fits.items()
+            }
             for index, fits in found.items()
         }
 
@@ -97,7 +103,9 @@ def time_savings(
             routed.unload()
     dense.append(_seconds(base, ids))
     times, speeds = _times_of_options(passes)
-    uneven = max(max(speeds) / min(speeds), max(t.whole for t in dense) / min(t.whole for t in dense))
+    uneven = max(
+        max(speeds) / min(speeds), max(t.whole for t in dense) / min(t.whole for t in dense)
+    )
     if uneven > _BUSY:
         warnings.warn(
             f"fit_router: the same work took {uneven:.1f} times as long at one time as at another: with something else "
@@ -112,7 +120,9 @@ def time_savings(
 
 
 @torch.no_grad()
-def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, tail: int) -> float | None:
+def time_left(
+    base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, tail: int
+) -> float | None:
     """The share of the time of a prompt that is left with these options together, by the fastest passes.
 
     It is None if the same work took a quarter longer at one time than at another.
@@ -150,13 +160,19 @@ def _times_of_options(
     Least squares of the logarithm, which is a sum of the layer's, of the option's and of the pass's: in every pass the
     machine may be as fast as it is just then. Layers that have no options tell the pass's speed, too.
     """
-    rows = [(i, taken.get(i), number) for number, (taken, seconds) in enumerate(passes) for i in seconds]
+    rows = [
+        (i, taken.get(i), number) for number, (taken, seconds) in enumerate(passes) for i in seconds
+    ]
     layers = sorted({row[0] for row in rows})
     options = list(dict.fromkeys(row[1] for row in rows))
     design = torch.zeros(len(rows), len(layers) + len(options) + len(passes), dtype=torch.float64)
     wanted = torch.empty(len(rows), 1, dtype=torch.float64)
     for row, (index, option, number) in enumerate(rows):
-        places = (layers.index(index), len(layers) + options.index(option), len(layers) + len(options) + number)
+        places = (
+            layers.index(index),
+            len(layers) + options.index(option),
+            len(layers) + len(options) + number,
+        )
         design[row, list(places)] = 1.0
         wanted[row] = math.log(passes[number][1][index])
     # Options and passes have no zero.
@@ -172,7 +188,9 @@ def _rounds(found: Mapping[int, Mapping[Option, StaticFit]]) -> int:
     return turns * max(1, -(-_SAMPLES // len(found)))
 
 
-def _options_of(found: Mapping[int, Mapping[Option, StaticFit]], number: int) -> dict[int, Option | None]:
+def _options_of(
+    found: Mapping[int, Mapping[Option, StaticFit]], number: int
+) -> dict[int, Option | None]:
     """The option of each layer in a round: each in turn, and none."""
     taken = {}
     for place, (index, options) in enumerate(found.items()):

@@ -70,7 +70,14 @@ class Search:
     """
 
     def __init__(
-        self, model: PeftModel, text: Batches, held_out: Batches, length: int, tail: int, seed: int, bar: FitBar
+        self,
+        model: PeftModel,
+        text: Batches,
+        held_out: Batches,
+        length: int,
+        tail: int,
+        seed: int,
+        bar: FitBar,
     ) -> None:
         self.found: dict[int, dict[Option, StaticFit]] = {}
         self.branches: dict[int, dict[Option, Any]] = {}
@@ -78,10 +85,14 @@ class Search:
         batches = text + held_out
         masks = [prompts_of(batch, tail) for batch in batches]
         self._cheap = [cheap for cheap, _ in masks]
-        self._behind = sum(each_of_all(sum(int(behind.sum()) for _, behind in masks[self._fitted :])))
+        self._behind = sum(
+            each_of_all(sum(int(behind.sum()) for _, behind in masks[self._fitted :]))
+        )
         counted = [behind for _, behind in masks[self._fitted :]]
         self._gradients = text_gradients(model, held_out, counted, seed, _DRAWS)
-        metrics = stream_metrics(self._gradients, self._cheap[self._fitted :], active_routings(model)[0].width)
+        metrics = stream_metrics(
+            self._gradients, self._cheap[self._fitted :], active_routings(model)[0].width
+        )
         self.metrics = [metric if metric.any() else None for metric in metrics]
         self._walk = LayerWalk(model, batches)
         saved = _savings(model, length, tail)
@@ -94,26 +105,36 @@ class Search:
                 states = self._layer(routing, states, saved)
             bar.layer_done()
 
-    def _layer(self, routing: Routing, states: list[torch.Tensor], saved: Any) -> list[torch.Tensor]:
+    def _layer(
+        self, routing: Routing, states: list[torch.Tensor], saved: Any
+    ) -> list[torch.Tensor]:
         index = routing.layer_index
         paths: dict[str, list[tuple[RoutedCall, torch.Tensor]]] = {}
         self.found[index] = {}
         self.branches[index] = {}
         for target in ("ffn", "attention", "block"):
-            paths[target] = [self._path(routing, target, batch, h, paths) for batch, h in enumerate(states)]
+            paths[target] = [
+                self._path(routing, target, batch, h, paths) for batch, h in enumerate(states)
+            ]
         outputs = [call.finish(full) for call, full in paths["ffn"]]
         rows: dict[tuple[str, str], Rows] = {}
         gates: dict[str, SinkGate] = {}
         for option in options_of(routing):
-            branch = routing.make_branch(option.target, option.branch, option.rank).to(outputs[0].device)
+            branch = routing.make_branch(option.target, option.branch, option.rank).to(
+                outputs[0].device
+            )
             kind = option.target, option.branch
             if kind not in rows:
-                rows[kind] = rows_of(branch, paths[option.target][: self._fitted], self._walk.real[: self._fitted])
+                rows[kind] = rows_of(
+                    branch, paths[option.target][: self._fitted], self._walk.real[: self._fitted]
+                )
             r2 = fit_on(branch, rows[kind], self.metrics[index])
             if option.target not in gates:
                 gates[option.target] = self._sink_gate(paths[option.target])
             sinks = gates[option.target]
-            nats = self._price(index, branch, sinks, paths[option.target][self._fitted :], outputs[self._fitted :])
+            nats = self._price(
+                index, branch, sinks, paths[option.target][self._fitted :], outputs[self._fitted :]
+            )
             self.branches[index][option] = branch
             self.found[index][option] = StaticFit(nats, saved(routing, option), r2)
         return outputs
@@ -155,7 +176,9 @@ class Search:
         ):
             change = call.finish(call.stream + branch(call.stream)) - out
             skipped = cheap & (gate(call.stream)["scores"] < 0)
-            slopes_DBT = (gradients[index].to(change.device).float() * change.float()).sum(-1).double()
+            slopes_DBT = (
+                (gradients[index].to(change.device).float() * change.float()).sum(-1).double()
+            )
             slopes_DBT = slopes_DBT.masked_fill(~skipped, 0.0)
             together += slopes_DBT.sum(2).square().sum().cpu()
             alone += slopes_DBT.square().sum().cpu()
@@ -172,7 +195,9 @@ class Rows:
     energy: torch.Tensor | None = None  # of the FFN's neurons, once it is known
 
 
-def rows_of(branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], real: list[torch.Tensor]) -> Rows:
+def rows_of(
+    branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], real: list[torch.Tensor]
+) -> Rows:
     """The rows of all real tokens, of the prompt or behind it, without the sinks."""
     x = []
     update = []

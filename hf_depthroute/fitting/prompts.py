@@ -95,7 +95,9 @@ def fit_prompts(
     """
     started = time.monotonic()
     if not 0 < keep < 1:
-        raise ConfigError(f"keep={keep!r} must be between 0 and 1, the share of a prompt that is left")
+        raise ConfigError(
+            f"keep={keep!r} must be between 0 and 1, the share of a prompt that is left"
+        )
     if keep_of not in KEEP_OF:
         raise ConfigError(f"keep_of={keep_of!r} must be one of: {', '.join(KEEP_OF)}")
     if length is not None and length < 1:
@@ -107,33 +109,59 @@ def fit_prompts(
         given = config
     for name in _FOUND:
         if (value := getattr(given, name)) != getattr(RoutingFields, name):
-            raise ConfigError(f"{name}={value!r}: of prompts it is found for every layer; leave it out")
+            raise ConfigError(
+                f"{name}={value!r}: of prompts it is found for every layer; leave it out"
+            )
     text, held_out = split(list(model_inputs(model, batches)))
     tail = given.prompt_tail or max(1, min(_TAIL, prompt_length(text) // 4))
     given = replace(given, prompt_tail=tail)
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
     if tokens < _FEWEST:
-        raise ValueError(f"fit_prompts: batches holds {tokens} tokens to fit on; {_FEWEST} is the least")
+        raise ValueError(
+            f"fit_prompts: batches holds {tokens} tokens to fit on; {_FEWEST} is the least"
+        )
     warn_if_few(tokens, stacklevel=5)  # past `fit_router`
     first = DepthRouteConfig(
-        layers=given.layers, gate="none", branch="none", phases="prefill", prompt_tail=tail, seed=given.seed
+        layers=given.layers,
+        gate="none",
+        branch="none",
+        phases="prefill",
+        prompt_tail=tail,
+        seed=given.seed,
     )
     routed = get_depth_routed_model(model, first)
-    with torch.no_grad(), evaluating(routed), sharing(), _bar(routed, text, held_out, progress) as bar:
+    with (
+        torch.no_grad(),
+        evaluating(routed),
+        sharing(),
+        _bar(routed, text, held_out, progress) as bar,
+    ):
         bar.phase("options of every layer")
         if length is None:
             length = prompt_length(text)
-        search = Search(routed, own_part(text), own_part(first_tokens(held_out, PRICED)), length, tail, given.seed, bar)
+        search = Search(
+            routed,
+            own_part(text),
+            own_part(first_tokens(held_out, PRICED)),
+            length,
+            tail,
+            given.seed,
+            bar,
+        )
         found = search.found
         base = routed.unload()
         if keep_of == "time":
             bar.phase("times")
             ids = torch.cat([batch["input_ids"].flatten() for batch in text])
-            found = in_time(base, found, 1 - keep, ids.repeat(1 + length // len(ids))[None, :length], tail)
+            found = in_time(
+                base, found, 1 - keep, ids.repeat(1 + length // len(ids))[None, :length], tail
+            )
         chosen = choose(found, 1 - keep)
         if not chosen:
             most = sum(max(0.0, *(fit.saved for fit in fits.values())) for fits in found.values())
-            raise ConfigError(f"keep={keep:g} is not reached: leaving out all that can be saves {most:.2f} of a prompt")
+            raise ConfigError(
+                f"keep={keep:g} is not reached: leaving out all that can be saves {most:.2f} of a prompt"
+            )
         branches = {index: search.branches[index][option] for index, option in chosen.items()}
         routed = get_depth_routed_model(base, config_of(chosen, given))
         for routing in active_routings(routed):
@@ -154,7 +182,9 @@ def fit_prompts(
             "held_out_tokens": sum(int(token_mask(batch).sum()) for batch in held_out),
             "loss_dense": float(dense_R.mean()),
             "loss": float(loss_R.mean()),
-            "loss_over_dense_error": float(more_R.std() / len(more_R) ** 0.5) if len(more_R) > 1 else None,
+            "loss_over_dense_error": float(more_R.std() / len(more_R) ** 0.5)
+            if len(more_R) > 1
+            else None,
             "divergence": float(kl_R.mean()),
             "layers": {
                 str(index): asdict(option) | asdict(found[index][option]) | {"branch_r2": r2[index]}
@@ -176,7 +206,9 @@ def _bar(model: PeftModel, text: Batches, held_out: Batches, shown: bool | None)
     return FitBar(stack_of(model).layers, searched + 2 * fitted + 2 * held, searched, shown)
 
 
-def _refit(model: PeftModel, text: Batches, tail: int, metrics: list[torch.Tensor | None]) -> dict[int, float]:
+def _refit(
+    model: PeftModel, text: Batches, tail: int, metrics: list[torch.Tensor | None]
+) -> dict[int, float]:
     """Fit the branches again, layer by layer, to what leads from the routed model's stream back to the dense model's.
 
     So a branch makes up for its own layer, and for as much of what those before it have lost as can be told.
@@ -205,9 +237,12 @@ def _refit(model: PeftModel, text: Batches, tail: int, metrics: list[torch.Tenso
         gate: Any = routing.depth_route_gate[routing.active_name()]
         gate.set_bound(real_rows([call.stream for call in calls], walk))
         skipped = [mask & (gate(call.stream)["scores"] < 0) for call, mask in zip(calls, cheap)]
-        r2[index] = fit_on(branch, rows_of(branch, list(zip(calls, wanted_fulls)), walk.real), metrics[index])
+        r2[index] = fit_on(
+            branch, rows_of(branch, list(zip(calls, wanted_fulls)), walk.real), metrics[index]
+        )
         states = [
-            call.finish(torch.where(mask[..., None], call.cheap(), call.full())) for call, mask in zip(calls, skipped)
+            call.finish(torch.where(mask[..., None], call.cheap(), call.full()))
+            for call, mask in zip(calls, skipped)
         ]
         dense = [call.finish(full) for call, full in zip(wanted, wanted_fulls)]
     return r2
@@ -227,7 +262,10 @@ def _behind(model: PeftModel, text: Batches) -> tuple[torch.Tensor, torch.Tensor
         labels = batch["input_ids"].roll(-1, 1)[behind][:, None]
         parts = -dense.gather(-1, labels), -routed.gather(-1, labels)
         kl = F.kl_div(routed, dense, reduction="none", log_target=True).sum(-1, keepdim=True)
-        rows = [part.new_zeros(behind.shape).masked_scatter(behind, part).sum(1) for part in (*parts, kl)]
+        rows = [
+            part.new_zeros(behind.shape).masked_scatter(behind, part).sum(1)
+            for part in (*parts, kl)
+        ]
         found.append(torch.stack(rows).div(behind.sum(1).clamp(min=1)).double().cpu())
     dense_R, loss_R, kl_R = rows_of_all(torch.cat(found, dim=1).T).T
     return dense_R, loss_R, kl_R

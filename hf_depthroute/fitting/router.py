@@ -39,7 +39,15 @@ from ..routing.trace import full_depth
 from ..training.record import remember_training
 from .bar import FitBar
 from .layer_fits import FEWEST, Fits, LayerFit
-from .narrowing import Trial, layer_states, restore, row_losses, trial_of, without_gates, without_layers
+from .narrowing import (
+    Trial,
+    layer_states,
+    restore,
+    row_losses,
+    trial_of,
+    without_gates,
+    without_layers,
+)
 from .prompts import fit_prompts
 from .sensitivity import PRICED
 from .text import Batches, first_tokens, own_part, positions, split, warn_if_few
@@ -115,9 +123,13 @@ def fit_router(
             processes; or the model has no LM head.
     """
     if config is not None and config.phases == "prefill":
-        return fit_prompts(model, batches, keep, config, keep_of=keep_of, length=length, progress=progress)
+        return fit_prompts(
+            model, batches, keep, config, keep_of=keep_of, length=length, progress=progress
+        )
     if keep_of != "flops" or length is not None:
-        raise ConfigError("keep_of and length are of a fit for prompts: set phases='prefill', or leave them out")
+        raise ConfigError(
+            "keep_of and length are of a fit for prompts: set phases='prefill', or leave them out"
+        )
     started = time.monotonic()
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
@@ -126,10 +138,14 @@ def fit_router(
     text, held_out = split([batch for batch in model_inputs(model, batches)])
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
     if tokens < 2 * FEWEST:
-        raise ValueError(f"fit_router: batches holds {tokens} tokens to fit on; {2 * FEWEST} is the least")
+        raise ValueError(
+            f"fit_router: batches holds {tokens} tokens to fit on; {2 * FEWEST} is the least"
+        )
     for part, use in ((text, "to fit on"), (held_out, "to hold out")):
         if (rows := sum(len(batch["input_ids"]) for batch in part)) < world_size():
-            raise ValueError(f"fit_router: batches holds {rows} rows {use}, for {world_size()} processes")
+            raise ValueError(
+                f"fit_router: batches holds {rows} rows {use}, for {world_size()} processes"
+            )
     seen = ": on 3,000 a router lost twice to five times what it lost on 16,000"
     warn_if_few(tokens, stacklevel=3, seen=seen)  # past `restoring`
     routed = get_depth_routed_model(model, config)
@@ -176,7 +192,9 @@ def fit_router(
             "held_out_tokens": sum(int(token_mask(batch).sum()) for batch in held_out),
             "loss_dense": float(dense_R.mean()),
             "loss": float(found.loss_R.mean()),
-            "loss_over_dense_error": float(more_R.std() / len(more_R) ** 0.5) if len(more_R) > 1 else None,
+            "loss_over_dense_error": float(more_R.std() / len(more_R) ** 0.5)
+            if len(more_R) > 1
+            else None,
             "share_of_rows": ran_R.quantile(torch.tensor([0.05, 0.95], dtype=ran_R.dtype)).tolist(),
             "loss_of_rounds": losses,
             "layers": {str(index): asdict(layer) for index, layer in layers.items()},
@@ -193,14 +211,18 @@ def _bar(model: PeftModel, rounds: int, shown: bool | None, *parts: Batches) -> 
     """A bar over all passes of the text, the part that layers are rated on, what is held out, and that for budgets."""
     layers = stack_of(model).layers
     text, rated, held_out, budgets = (positions(own_part(part)) for part in parts)
-    passes = rounds * (text + rated) + rated + (2 * rounds + 5) * held_out + 2 * len(_BUDGETS) * budgets
+    passes = (
+        rounds * (text + rated) + rated + (2 * rounds + 5) * held_out + 2 * len(_BUDGETS) * budgets
+    )
     return FitBar(layers, passes, text + rated, shown)
 
 
 def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> DepthRouteConfig:
     """A copy of `config` as `fit_router` begins with it, for a model of `depth` layers; `ConfigError` as there."""
     if not 0 < keep < 1:
-        raise ConfigError(f"keep={keep!r} must be between 0 and 1, the share of all calls that runs in full")
+        raise ConfigError(
+            f"keep={keep!r} must be between 0 and 1, the share of all calls that runs in full"
+        )
     if config is None:
         given = DepthRouteConfig(layers="all")
     else:
@@ -215,11 +237,23 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
     if given.static_layers is not None:
         raise ConfigError("fit_router finds the static layers itself; leave static_layers out")
     if given.branch == "none" or given.scale_by_gate or not given.takes_budget():
-        raise ConfigError("fit_router fits a branch, with thresholds that follow the budget, unscaled")
+        raise ConfigError(
+            "fit_router fits a branch, with thresholds that follow the budget, unscaled"
+        )
     routed = len(given.routed_layers(depth))
     budget = (keep * depth - (depth - routed)) / routed
     if not budget > 0:
-        raise ConfigError(f"keep={keep:g}: {depth - routed} of {depth} layers are not routed and run everything")
-    values = given.to_dict() | {"budget": budget, "budget_scope": "global", "selection": "threshold"}
-    kept = {name: value for name, value in values.items() if name not in ("base_architecture", "library_version")}
+        raise ConfigError(
+            f"keep={keep:g}: {depth - routed} of {depth} layers are not routed and run everything"
+        )
+    values = given.to_dict() | {
+        "budget": budget,
+        "budget_scope": "global",
+        "selection": "threshold",
+    }
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name not in ("base_architecture", "library_version")
+    }
     return DepthRouteConfig(**kept)

@@ -30,7 +30,11 @@ PRICED = 8192  # held-out tokens whose gradients are kept, at most
 
 
 def stream_gradients(
-    model: nn.Module, batch: dict[str, torch.Tensor], counted_BT: torch.Tensor, seeds: list[int], draws: int = 1
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    counted_BT: torch.Tensor,
+    seeds: list[int],
+    draws: int = 1,
 ) -> list[torch.Tensor]:
     """`g`, float32 `[D, B, T, d]` of every decoder layer, on the CPU; the model runs at full depth.
 
@@ -63,7 +67,12 @@ def stream_gradients(
             likelihood = log_probs.gather(-1, drawn[:, None]).sum()
             again = number + 1 < draws
             found = torch.autograd.grad(likelihood, streams, allow_unused=True, retain_graph=again)
-            gradients.append([(torch.zeros_like(h) if g is None else g).float().cpu() for g, h in zip(found, streams)])
+            gradients.append(
+                [
+                    (torch.zeros_like(h) if g is None else g).float().cpu()
+                    for g, h in zip(found, streams)
+                ]
+            )
     return [torch.stack(of_layer) for of_layer in zip(*gradients, strict=True)]
 
 
@@ -92,7 +101,9 @@ def text_gradients(
     return found
 
 
-def stream_metrics(gradients: list[list[torch.Tensor]], real: list[torch.Tensor], width: int) -> list[torch.Tensor]:
+def stream_metrics(
+    gradients: list[list[torch.Tensor]], real: list[torch.Tensor], width: int
+) -> list[torch.Tensor]:
     """`L` of every decoder layer, float32 `[d, d]` on the CPU: `|delta L|^2` is what a change costs, nats.
 
     `L L^T` is half the mean of `g g^T` over the tokens, each by what it does to all tokens behind it. It knows the
@@ -131,7 +142,10 @@ def _drawn(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     sums_NV = log_probs_NV.exp().cumsum(-1)
     for _ in range(draws):
-        uniform = [torch.rand(n, generator=generator) for n, generator in zip(counts, generators, strict=True)]
+        uniform = [
+            torch.rand(n, generator=generator)
+            for n, generator in zip(counts, generators, strict=True)
+        ]
         uniform_N1 = torch.cat(uniform).to(log_probs_NV.device)[:, None]
         tokens_N1 = torch.searchsorted(sums_NV, uniform_N1 * sums_NV[:, -1:])
         yield tokens_N1.squeeze(1).clamp(max=log_probs_NV.shape[1] - 1)

@@ -47,7 +47,9 @@ def split(batches: Batches) -> tuple[Batches, Batches]:
 def _taken(batches: Batches, rows_R: torch.Tensor) -> Batches:
     """The rows in a bool mask over those of all batches, in batches as they were."""
     parts = zip(batches, rows_R.split([len(batch["input_ids"]) for batch in batches]))
-    return [{n: v[part.to(v.device)] for n, v in batch.items()} for batch, part in parts if part.any()]
+    return [
+        {n: v[part.to(v.device)] for n, v in batch.items()} for batch, part in parts if part.any()
+    ]
 
 
 def own_part(batches: Batches) -> Batches:

@@ -99,7 +99,9 @@ def tune_execution(
         about = "decisions of whole sequences and of early exit hold through a generation"
         raise ValueError(f"tune_execution: {about} and cannot depend on the shape")
     if gate.soft:
-        raise ValueError(f"tune_execution: target={config.target!r} skips nothing, so there is nothing to choose")
+        raise ValueError(
+            f"tune_execution: target={config.target!r} skips nothing, so there is nothing to choose"
+        )
     if not 0 < floor <= 1:
         raise ValueError(f"tune_execution: floor must be in (0, 1], not {floor}")
     for name in executors or ():
@@ -108,7 +110,9 @@ def tune_execution(
         model.eval()
         for routing in active_routings(model):
             routing.forget_tuned(routing.active_name())
-        return _choices(model, input_ids, attention_mask, steps, repeats, floor, keep_decisions, executors)
+        return _choices(
+            model, input_ids, attention_mask, steps, repeats, floor, keep_decisions, executors
+        )
 
 
 def _choices(
@@ -142,19 +146,28 @@ def _choices(
     choices = []
     for routing in routings:
         for step, shape in shapes.items():
-            found = {x: statistics.median(times[step, routing.layer_index, x]) * 1e3 for x in ("full", *executors)}
+            found = {
+                x: statistics.median(times[step, routing.layer_index, x]) * 1e3
+                for x in ("full", *executors)
+            }
             best = min(executors, key=found.__getitem__)
             if not keep_decisions and found[best] > found["full"] / floor:
                 best = "full"
             routing.tuned[routing.active_name(), *shape_class(*shape)] = best
             choices.append(Choice(routing.layer_index, step, shape, best, found))
     if {"rows", "gathered"} <= set(executors) and not routings[0].active_target().skips_attention:
-        routings[0].state.gather_costs = _gather_costs(model, layers, input_ids, attention_mask, repeats)
+        routings[0].state.gather_costs = _gather_costs(
+            model, layers, input_ids, attention_mask, repeats
+        )
     return choices
 
 
 def _gather_costs(
-    model: Any, layers: Sequence[nn.Module], input_ids: torch.Tensor, attention_mask: torch.Tensor | None, repeats: int
+    model: Any,
+    layers: Sequence[nn.Module],
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    repeats: int,
 ) -> GatherCosts | None:
     """The cost model from the whole prompts and the last eighth of them; None if the two ways take the same time."""
     points = []
@@ -168,15 +181,22 @@ def _gather_costs(
             spent = {}
             for executor in ("rows", "gathered"):
                 with state_of(model).override(executor=executor):
-                    spent[executor] = sum(seconds for _, _, seconds in _timed(model, layers, ids, mask, 0))
+                    spent[executor] = sum(
+                        seconds for _, _, seconds in _timed(model, layers, ids, mask, 0)
+                    )
             gained.append((spent["rows"] - spent["gathered"]) / len(layers))
-        flops = [chosen_flops(routing, ids.shape, routing.budget()) for routing in gated_routings(model)]
+        flops = [
+            chosen_flops(routing, ids.shape, routing.budget()) for routing in gated_routings(model)
+        ]
         points.append((statistics.fmean(flops), statistics.median(gained[1:])))
     return gather_costs_of(*points)
 
 
 def _supported(
-    model: Any, layers: Sequence[nn.Module], input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+    model: Any,
+    layers: Sequence[nn.Module],
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
 ) -> list[str]:
     """The executors that support some routed layer's call on these prompts; `"full"`, the base's layer, is apart."""
     found: set[str] = set()
@@ -199,14 +219,20 @@ def _supported(
             if executor.supports(asked):
                 found.add(name)
 
-    handles = [layer.register_forward_pre_hook(of_this_thread(look), with_kwargs=True) for layer in layers]
+    handles = [
+        layer.register_forward_pre_hook(of_this_thread(look), with_kwargs=True) for layer in layers
+    ]
     with hooked(handles), state_of(model).override(executor="auto"):
         model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=1)
     return [name for name in EXECUTORS if name in found and name != "full"]
 
 
 def _timed(
-    model: Any, layers: Sequence[nn.Module], input_ids: torch.Tensor, attention_mask: torch.Tensor | None, steps: int
+    model: Any,
+    layers: Sequence[nn.Module],
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    steps: int,
 ) -> Iterator[tuple[str, int, float]]:
     """Seconds of every routed layer: once for the prompt, then for each decoding step."""
     started: dict[nn.Module, float] = {}
@@ -223,7 +249,9 @@ def _timed(
     handles = [layer.register_forward_pre_hook(of_this_thread(start)) for layer in layers]
     handles += [layer.register_forward_hook(of_this_thread(stop)) for layer in layers]
     with hooked(handles):
-        out = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=True, logits_to_keep=1)
+        out = model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=True, logits_to_keep=1
+        )
         yield from (("prefill", *one) for one in seconds)
         for _ in range(steps):
             seconds.clear()
@@ -231,7 +259,12 @@ def _timed(
             if attention_mask is not None:
                 attention_mask = torch.cat([attention_mask, torch.ones_like(token)], dim=1)
             cache = out.past_key_values
-            out = model(input_ids=token, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
+            out = model(
+                input_ids=token,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                use_cache=True,
+            )
             yield from (("decode", *one) for one in seconds)
 
 

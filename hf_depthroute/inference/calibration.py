@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 @in_turn
 @torch.no_grad()
 def calibrate(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[str, Any], budget: float | None = None
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]] | Mapping[str, Any],
+    budget: float | None = None,
 ) -> dict[int, float]:
     """Set every routed layer's threshold so that the fraction `budget` of the tokens in `batches` runs full.
 
@@ -64,7 +66,9 @@ def calibrate(
     budget = check_budget(config.budget if budget is None else budget)
     kept = list(model_inputs(model, batches))
     if not _holds_tokens(kept):
-        raise ValueError("calibrate: batches is empty" if not kept else "calibrate: batches holds no real token")
+        raise ValueError(
+            "calibrate: batches is empty" if not kept else "calibrate: batches holds no real token"
+        )
     with restored_on_error(model), evaluating(model):
         with state.override(budget=budget):
             for rule in ("topk", "threshold") if config.ranks_tokens() else ("threshold",) * 3:
@@ -75,12 +79,16 @@ def calibrate(
         _adopt(routings, budget)
         ratios = counter.full_ratio()
         for routing in routings:
-            routing.active_quantiles().measured = Measured(budget, ratios[routing.layer_index], "calibration")
+            routing.active_quantiles().measured = Measured(
+                budget, ratios[routing.layer_index], "calibration"
+            )
     return ratios
 
 
 @torch.no_grad()
-def set_thresholds(model: nn.Module, batches: list[dict[str, torch.Tensor]], rule: str = "threshold") -> None:
+def set_thresholds(
+    model: nn.Module, batches: list[dict[str, torch.Tensor]], rule: str = "threshold"
+) -> None:
     """One pass of `calibrate`: the thresholds of the budget in force on the stream that `rule` leaves.
 
     With `"threshold"` the stream is that of the thresholds as they are.
@@ -125,17 +133,25 @@ def calibrate_budgets(
         raise ValueError(f"calibrate_budgets: {NOT_FITTED}")
     if not _holds_tokens(kept):
         raise ValueError("calibrate_budgets: batches holds no real token")
-    knots: list[dict[float, float]] = [{1 - own: float(routing.active_quantiles()(own))} for routing in routings]
+    knots: list[dict[float, float]] = [
+        {1 - own: float(routing.active_quantiles()(own))} for routing in routings
+    ]
     measured = [routing.active_quantiles().measured for routing in routings]
     with restored_on_error(model), evaluating(model):
-        for budget in sorted({check_budget(budget) for budget in budgets} - {own, 1.0}, key=lambda b: abs(b - own)):
+        for budget in sorted(
+            {check_budget(budget) for budget in budgets} - {own, 1.0}, key=lambda b: abs(b - own)
+        ):
             for _ in range(2):
                 with state.override(selection="threshold", budget=budget):
                     scores = _scores(model, kept, config)
                 for routing, known in zip(routings, knots):
                     table = threshold_table(scores[routing.layer_index]).cpu()
                     position = round((1 - budget) * (len(table) - 1))
-                    known |= {0.0: float(table[0]), 1.0: float(table[-1]), 1 - budget: float(table[position])}
+                    known |= {
+                        0.0: float(table[0]),
+                        1.0: float(table[-1]),
+                        1 - budget: float(table[position]),
+                    }
                     routing.active_quantiles().set(table_through(known, 1 - own, len(table)))
         for routing, before in zip(routings, measured):
             routing.active_quantiles().measured = before
@@ -218,7 +234,9 @@ def active_routings(model: nn.Module) -> list[Routing]:
     """
     routings = [routing for routing in routings_of(model) if routing.adapter() is not None]
     if not routings:
-        raise ValueError("no depth-routed adapter is active; use set_adapter or leave disable_adapter()")
+        raise ValueError(
+            "no depth-routed adapter is active; use set_adapter or leave disable_adapter()"
+        )
     return routings
 
 
@@ -231,19 +249,27 @@ def _budgeted_routings(model: nn.Module) -> list[Routing]:
     """`gated_routings`; `ValueError` where the budget is without effect on inference."""
     for config in (routing.active_config() for routing in active_routings(model)):
         if GATES[config.gate].soft:
-            raise ValueError(f"target={config.target!r} is weighed by its gate: there is no budget, and no threshold")
+            raise ValueError(
+                f"target={config.target!r} is weighed by its gate: there is no budget, and no threshold"
+            )
         if GATES[config.gate].static:
-            raise ValueError("the adapter has no gate: its layers are skipped by every token, whatever the budget")
+            raise ValueError(
+                "the adapter has no gate: its layers are skipped by every token, whatever the budget"
+            )
         if config.fixed_threshold is not None:
             raise ValueError(
                 f"the adapter has a fixed threshold, {config.fixed_threshold:g}, and follows no budget; "
                 "set its config's threshold to 'budget'"
             )
         if config.causal_rule == "predictor":
-            raise ValueError("the adapter decides by its predictor; set its config's causal_rule to 'quantile'")
+            raise ValueError(
+                "the adapter decides by its predictor; set its config's causal_rule to 'quantile'"
+            )
     routings = gated_routings(model)
     if not routings:  # of a draft that leaves out all layers with gates
-        raise ValueError("no layer with a gate is left: the others are skipped by every token, whatever the budget")
+        raise ValueError(
+            "no layer with a gate is left: the others are skipped by every token, whatever the budget"
+        )
     return routings
 
 
@@ -272,7 +298,8 @@ def _scores(
             once = (record.real.any(dim=1), 0)  # a sequence's score is the same at every position
             scores[index].append(record.scores[once if by_sequence else record.real])
     found = {
-        index: rows_of_all(torch.cat([part.to(parts[-1].device) for part in parts])) for index, parts in scores.items()
+        index: rows_of_all(torch.cat([part.to(parts[-1].device) for part in parts]))
+        for index, parts in scores.items()
     }
     if config.budget_scope == "global":  # one threshold for all layers is found on
         device = next(iter(found.values())).device

@@ -94,7 +94,9 @@ class _Draft:
         plain = not args and kwargs.keys() <= _PLAIN_KEYS and not kwargs.get("min_new_tokens")
         mask = kwargs.get("attention_mask")
         if plain and (mask is None or bool(mask.all())):
-            ids, count, processors = (kwargs[name] for name in ("input_ids", "max_new_tokens", "logits_processor"))
+            ids, count, processors = (
+                kwargs[name] for name in ("input_ids", "max_new_tokens", "logits_processor")
+            )
             out = self._continue(ids, count, config, processors, kwargs.get("past_key_values"))
         else:
             config.assistant_confidence_threshold = self.confidence
@@ -103,7 +105,9 @@ class _Draft:
         return out
 
     @torch.no_grad()
-    def _continue(self, ids: torch.Tensor, count: int, config: Any, processors: Any, cache: Any) -> Any:
+    def _continue(
+        self, ids: torch.Tensor, count: int, config: Any, processors: Any, cache: Any
+    ) -> Any:
         """Up to `count` tokens after `ids` `[1, T]`, and for each the scores `[1, V]` that it was drawn from."""
         if cache is None:
             # Also of sliding windows it keeps everything, so that it can be cropped.
@@ -127,7 +131,9 @@ class _Draft:
                 new = score.argmax(-1, keepdim=True)
             scores.append(score)
             ids = torch.cat([ids, new], dim=1)
-            if int(new) in ends or (self.confidence and float(score.softmax(-1)[0, int(new)]) < self.confidence):
+            if int(new) in ends or (
+                self.confidence and float(score.softmax(-1)[0, int(new)]) < self.confidence
+            ):
                 break
         return GenerateDecoderOnlyOutput(sequences=ids, scores=tuple(scores), past_key_values=cache)  # type: ignore
 
@@ -167,10 +173,16 @@ def draft_view(
     base = _transformers_model(model)
     depth = len(stack_of(base).layers)
     drop = sorted(int(index) for index in drop)
-    if drop and (len(set(drop)) < len(drop) or drop[0] < 0 or drop[-1] >= depth or len(drop) == depth):
-        raise ValueError(f"drop={drop}: name some of the layers 0 to {depth - 1}, each once, and not all of them")
+    if drop and (
+        len(set(drop)) < len(drop) or drop[0] < 0 or drop[-1] >= depth or len(drop) == depth
+    ):
+        raise ValueError(
+            f"drop={drop}: name some of the layers 0 to {depth - 1}, each once, and not all of them"
+        )
     if num_tokens < 1 or not 0 <= confidence < 1:
-        raise ValueError(f"num_tokens={num_tokens} must be at least 1 and confidence={confidence} in [0, 1)")
+        raise ValueError(
+            f"num_tokens={num_tokens} must be at least 1 and confidence={confidence} in [0, 1)"
+        )
 
     draft = _view_of(base)
     draft.__class__ = _drafting(base.__class__)
@@ -179,11 +191,19 @@ def draft_view(
     for routing in routings:
         routing._disable_adapters = False
     if not drop and not any(routing.adapter() for routing in routings):
-        raise ValueError("the draft would skip nothing: no depth-routed adapter is active and drop is empty")
+        raise ValueError(
+            "the draft would skip nothing: no depth-routed adapter is active and drop is empty"
+        )
     if any(routing.adapter() and GATES[routing.active_config().gate].soft for routing in routings):
-        raise ConfigError("target='memory' skips nothing of the base, so that a draft by it would save nothing")
-    if any(routing.adapter() and routing.active_config().phases == "prefill" for routing in routings):
-        raise ConfigError("phases='prefill' would draft every token in full; call set_phases(model, 'all') first")
+        raise ConfigError(
+            "target='memory' skips nothing of the base, so that a draft by it would save nothing"
+        )
+    if any(
+        routing.adapter() and routing.active_config().phases == "prefill" for routing in routings
+    ):
+        raise ConfigError(
+            "phases='prefill' would draft every token in full; call set_phases(model, 'all') first"
+        )
     if budget is not None and any(routing.adapter() for routing in routings):
         set_budget(draft, budget)
     if drop:
@@ -207,7 +227,11 @@ def _view_of(base: nn.Module) -> Any:
         kept: list[Any] = [*module._parameters.values(), *module._buffers.values()]
         hook = module.__dict__.get("_hf_hook")
         for part in getattr(hook, "hooks", [hook]):
-            kept += [value for value in getattr(part, "__dict__", {}).values() if isinstance(value, Mapping)]
+            kept += [
+                value
+                for value in getattr(part, "__dict__", {}).values()
+                if isinstance(value, Mapping)
+            ]
         memo.update({id(value): value for value in kept if value is not None})
     return copy.deepcopy(base, memo)
 
@@ -242,7 +266,9 @@ def _leave_out(model: Any, drop: Sequence[int]) -> None:
             continue
         routed.append(routing)
         routing.layer_index = place
-        adapters |= {id(c): c for c in routing.peft_configs.values() if isinstance(c, DepthRouteConfig)}
+        adapters |= {
+            id(c): c for c in routing.peft_configs.values() if isinstance(c, DepthRouteConfig)
+        }
         routing._previous.clear()
         for name in routing.depth_route_gate:
             if GATES[routing.config(name).gate].exits and name in previous:
@@ -283,10 +309,15 @@ def lossless_generate(
         passes += 1
 
     drafted = draft.drafted
-    with full_depth(model), _transformers_model(model).register_forward_pre_hook(of_this_thread(count)):
+    with (
+        full_depth(model),
+        _transformers_model(model).register_forward_pre_hook(of_this_thread(count)),
+    ):
         out = cast(Any, model).generate(*args, assistant_model=draft, **kwargs)
     if counter is not None:
-        given = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")) if x is not None)
+        given = next(
+            x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")) if x is not None
+        )
         if isinstance(out, torch.Tensor):
             sequences = out
         else:
@@ -306,4 +337,8 @@ def _transformers_model(model: Any) -> Any:
 @functools.cache
 def _drafting(base: Any) -> Any:
     """The subclass of a model's class that drafts."""
-    return type(base)(base.__name__, (_Draft, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+    return type(base)(
+        base.__name__,
+        (_Draft, base),
+        {"__module__": base.__module__, "__qualname__": base.__qualname__},
+    )

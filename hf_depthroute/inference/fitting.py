@@ -136,7 +136,10 @@ def _start(branch: Any, gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor
 
 @torch.no_grad()
 def fit_memory(
-    memory: NgramMemory, ngrams_NO: torch.Tensor, missed_Nd: torch.Tensor, chosen_N: torch.Tensor | None = None
+    memory: NgramMemory,
+    ngrams_NO: torch.Tensor,
+    missed_Nd: torch.Tensor,
+    chosen_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Set a branch's memory so that its update comes close to what the low-rank part misses.
 
@@ -168,12 +171,16 @@ def fit_memory(
     memory.table.zero_()
     before_Nw = left_Nw = missed_Nd @ basis_dw
     for slots_N in slots_NS.T:
-        hits = total(torch.zeros(count, 1, device=left_Nw.device).index_add_(0, slots_N, counted_N1))
+        hits = total(
+            torch.zeros(count, 1, device=left_Nw.device).index_add_(0, slots_N, counted_N1)
+        )
         sums = total(left_Nw.new_zeros(count, width).index_add_(0, slots_N, left_Nw * counted_N1))
         others_N1 = hits[slots_N] - counted_N1
         others_Nw = sums[slots_N] - left_Nw * counted_N1
         results = [left_Nw - others_Nw / (others_N1 + constant) for constant in _SHRINK]
-        squares = total(torch.stack([(result * counted_N1).double().square().sum() for result in results]))
+        squares = total(
+            torch.stack([(result * counted_N1).double().square().sum() for result in results])
+        )
         best = int(squares.argmin())
         memory.table.add_(sums / (hits + _SHRINK[best]))
         left_Nw = results[best]
@@ -214,24 +221,36 @@ def fit_branches(
     config = routings[0].active_config()
     if TARGETS[config.target].per_pair:
         known = ", ".join(name for name, target in TARGETS.items() if not target.per_pair)
-        raise ValueError(f"fit_branches: target={config.target!r} has no update to imitate; use {known}")
+        raise ValueError(
+            f"fit_branches: target={config.target!r} has no update to imitate; use {known}"
+        )
     if config.branch == "none":
         raise ValueError("fit_branches: branch='none' has nothing to fit; use another branch")
     if routings[0].active_gate().scales_ffn:
-        raise ValueError(f"fit_branches: gate={config.gate!r} multiplies the branch by 1 - p; train it instead")
+        raise ValueError(
+            f"fit_branches: gate={config.gate!r} multiplies the branch by 1 - p; train it instead"
+        )
     if not ridge >= 0:
         raise ValueError(f"fit_branches: ridge={ridge!r} must be at least 0")
     kept = list(model_inputs(model, batches))
     if not any(bool(token_mask(batch).any()) for batch in kept):
         raise ValueError("fit_branches: batches holds no real token")
     name = routings[0].active_name()
-    groups = [group for routing in routings for group in (routing.depth_route_branch, routing.depth_route_memory)]
+    groups = [
+        group
+        for routing in routings
+        for group in (routing.depth_route_branch, routing.depth_route_memory)
+    ]
     parts = [group[name] for group in groups if name in group]
     with weights_restored_on_error(parts), evaluating(model):
-        return {routing.layer_index: _fit_layer(model, routing, kept, ridge) for routing in routings}
+        return {
+            routing.layer_index: _fit_layer(model, routing, kept, ridge) for routing in routings
+        }
 
 
-def _fit_layer(model: nn.Module, routing: Routing, batches: list[dict[str, torch.Tensor]], ridge: float) -> float:
+def _fit_layer(
+    model: nn.Module, routing: Routing, batches: list[dict[str, torch.Tensor]], ridge: float
+) -> float:
     name = routing.active_name()
     branch: Any = routing.depth_route_branch[name]
     seen: list[torch.Tensor] = []
@@ -251,7 +270,12 @@ def _fit_layer(model: nn.Module, routing: Routing, batches: list[dict[str, torch
         else:
             grams = call.ngrams.to(call.stream.device)
         full = call.full()
-        seen[:] = branch.normed(call.stream).float(), (full - call.stream).float(), full.float(), grams
+        seen[:] = (
+            branch.normed(call.stream).float(),
+            (full - call.stream).float(),
+            full.float(),
+            grams,
+        )
 
     rows = []
     layer = stack_of(model).layers[routing.layer_index]
@@ -270,7 +294,9 @@ def _fit_layer(model: nn.Module, routing: Routing, batches: list[dict[str, torch
         taken_N = ~sinks_N
     fixed = routing.active_gate().static or routing.config(name).fixed_threshold is not None
     decided = fixed or routing.active_quantiles().fitted()
-    if decided and int((cheap_N & taken_N).sum()) >= branch.down.in_features + (branch.down.bias is not None):
+    if decided and int((cheap_N & taken_N).sum()) >= branch.down.in_features + (
+        branch.down.bias is not None
+    ):
         taken_N &= cheap_N
     x_Nd, y_Nd, norms_N, ngrams_NO = (part[taken_N] for part in (x_Nd, y_Nd, norms_N, ngrams_NO))
     missed = fit_branch(branch, x_Nd, y_Nd, ridge, norms_N)

@@ -67,7 +67,9 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
         distance_BT = 1 - F.cosine_similarity(before.double(), after.double(), dim=-1)
         totals.add(layers[layer], distance_BT)
 
-    handles = [layer.register_forward_pre_hook(of_this_thread(enter), with_kwargs=True) for layer in layers]
+    handles = [
+        layer.register_forward_pre_hook(of_this_thread(enter), with_kwargs=True) for layer in layers
+    ]
     handles += [attention.register_forward_hook(of_this_thread(attend)) for attention in owners]
     handles += [layer.register_forward_hook(of_this_thread(leave)) for layer in layers]
     means = totals.means(model, batches, handles, "layer_importance")
@@ -134,7 +136,9 @@ class _Totals:
         found = values_BT[self.real.to(values_BT.device)].sum(0).cpu()
         self.sums[index] = self.sums.get(index, 0) + found
 
-    def means(self, model: nn.Module, batches: Iterable[Batch], handles: Any, caller: str) -> dict[int, torch.Tensor]:
+    def means(
+        self, model: nn.Module, batches: Iterable[Batch], handles: Any, caller: str
+    ) -> dict[int, torch.Tensor]:
         count = 0
         with hooked(handles), evaluating(model), full_depth(model):
             for batch in model_inputs(model, batches):

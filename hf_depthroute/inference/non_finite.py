@@ -54,18 +54,26 @@ def finite_logits(model: Any) -> Iterator[None]:
     if passes:
         wrong = torch.stack([flag for _, flag in passes]).tolist()
     if any(wrong):
-        raise NonFiniteError(_where(model, [{"input_ids": _up_to([ids for ids, _ in passes], wrong.index(True))}]))
+        raise NonFiniteError(
+            _where(model, [{"input_ids": _up_to([ids for ids, _ in passes], wrong.index(True))}])
+        )
 
 
 def _up_to(passes: Sequence[torch.Tensor], last: int) -> torch.Tensor:
     """The ids that the model had read by pass `last`; after the prompt, each pass reads one token."""
     first = last
-    while first > 0 and passes[first].shape[1] == 1 and passes[first - 1].shape[0] == passes[first].shape[0]:
+    while (
+        first > 0
+        and passes[first].shape[1] == 1
+        and passes[first - 1].shape[0] == passes[first].shape[0]
+    ):
         first -= 1
     return torch.cat(list(passes[first : last + 1]), dim=1)
 
 
-def check_losses(model: Any, losses: Sequence[float], batches: Iterable[Mapping[str, torch.Tensor]]) -> None:
+def check_losses(
+    model: Any, losses: Sequence[float], batches: Iterable[Mapping[str, torch.Tensor]]
+) -> None:
     """Raise `NonFiniteError` unless every loss is finite; the layer is looked for on `batches`."""
     if not all(math.isfinite(loss) for loss in losses):
         raise NonFiniteError(_where(model, batches))
@@ -93,7 +101,9 @@ def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tens
     for batch in batches:
         finite: dict[nn.Module, torch.Tensor] = {}
 
-        def note(layer: nn.Module, args: Any, out: Any, finite: dict[nn.Module, torch.Tensor] = finite) -> None:
+        def note(
+            layer: nn.Module, args: Any, out: Any, finite: dict[nn.Module, torch.Tensor] = finite
+        ) -> None:
             finite[layer] = hidden_of(out).isfinite().all()
 
         given = {name: value.to(base.device) for name, value in batch.items() if name != "labels"}

@@ -56,10 +56,16 @@ def weights_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
     """A function that puts the active adapter's budget, quantile tables and controllers back as they are now."""
-    routings: list[Routing] = [routing for routing in routings_of(model) if routing.adapter() is not None]
+    routings: list[Routing] = [
+        routing for routing in routings_of(model) if routing.adapter() is not None
+    ]
     budgets = [(routing.active_config(), routing.active_config().budget) for routing in routings]
-    measured = [(table, table.measured) for table in (routing.active_quantiles() for routing in routings)]
-    parts: list[nn.Module] = [part for h in routings for part in (h.active_quantiles(), h.active_controller()) if part]
+    measured = [
+        (table, table.measured) for table in (routing.active_quantiles() for routing in routings)
+    ]
+    parts: list[nn.Module] = [
+        part for h in routings for part in (h.active_quantiles(), h.active_controller()) if part
+    ]
     states = [{name: value.clone() for name, value in part.state_dict().items()} for part in parts]
 
     def undo() -> None:

@@ -60,7 +60,9 @@ class Deriving(nn.Module):
         self._derived.clear()
         return super().train(mode)
 
-    def derived(self, make: Callable[[], T], kind: Any, *tensors: torch.Tensor | None, keeps: bool = True) -> T:
+    def derived(
+        self, make: Callable[[], T], kind: Any, *tensors: torch.Tensor | None, keeps: bool = True
+    ) -> T:
         """`make()`, or what it was for this `kind` while `tensors` are the same; nothing stays unless it `keeps`."""
         if not keeps or self.training or torch.is_grad_enabled():
             return make()
@@ -114,7 +116,9 @@ class LowRankBranch(nn.Module):
             after it, and only its kind is copied; the values start at one, a bias at zero.
     """
 
-    def __init__(self, norm: nn.Module, width: int, rank: int, bias: bool, copy_values: bool = True) -> None:
+    def __init__(
+        self, norm: nn.Module, width: int, rank: int, bias: bool, copy_values: bool = True
+    ) -> None:
         super().__init__()
         self.norm = copy_norm(norm)
         if not copy_values:
@@ -137,7 +141,9 @@ class LowRankBranch(nn.Module):
     def normed(self, a: torch.Tensor) -> torch.Tensor:
         """`LN_cheap(a)`; CUDA has no layer norm of one dtype with weights of another."""
         weight = getattr(self.norm, "weight", None)
-        return self.norm(a if weight is None or isinstance(self.norm, RMSNorm) else a.to(weight.dtype))
+        return self.norm(
+            a if weight is None or isinstance(self.norm, RMSNorm) else a.to(weight.dtype)
+        )
 
     def features(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
         """The input of `down`, from the output of `normed`, in the dtype of the weights."""
@@ -199,7 +205,9 @@ def copy_norm(norm: Any) -> nn.Module:
             copied.__dict__[name] = copy.copy(value)
     with align_module_device(norm):  # fetches the values of an offloaded norm
         for name, parameter in norm._parameters.items():
-            copied.register_parameter(name, None if parameter is None else nn.Parameter(_known_values(name, parameter)))
+            copied.register_parameter(
+                name, None if parameter is None else nn.Parameter(_known_values(name, parameter))
+            )
     return copied
 
 

@@ -59,7 +59,9 @@ class BottleneckGate(Gate):
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         # No nonlinearity lies between the last two maps: they become one vector `[b]`.
         weight, _ = self.enc.cast(dtype)
-        row = torch.mv(self.dec.weight.detach().float().t(), self.score.weight.detach().float().squeeze(0))
+        row = torch.mv(
+            self.dec.weight.detach().float().t(), self.score.weight.detach().float().squeeze(0)
+        )
         norm = self.norm.for_decoding()
         return lambda a: torch.mv(torch.tanh(norm(F.linear(a, weight))).view(-1, len(row)), row)
 
@@ -70,7 +72,9 @@ class SwiGLUBranch(LowRankBranch):
     Arguments and start are those of `LowRankBranch`.
     """
 
-    def __init__(self, norm: nn.Module, width: int, rank: int, bias: bool, copy_values: bool = True) -> None:
+    def __init__(
+        self, norm: nn.Module, width: int, rank: int, bias: bool, copy_values: bool = True
+    ) -> None:
         super().__init__(norm, width, rank, bias, copy_values)
         self.gate = MixedLinear(width, rank, bias=bias)
 
@@ -82,7 +86,9 @@ class SwiGLUBranch(LowRankBranch):
         return F.silu(self.gate(x)) * self.up(x)
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        (gate, gate_bias), (up, up_bias), (down, down_bias) = (m.cast(dtype) for m in (self.gate, self.up, self.down))
+        (gate, gate_bias), (up, up_bias), (down, down_bias) = (
+            m.cast(dtype) for m in (self.gate, self.up, self.down)
+        )
         if isinstance(self.norm, RMSNorm):
             norm = self.norm.for_decoding()
         else:
@@ -90,7 +96,9 @@ class SwiGLUBranch(LowRankBranch):
 
         def update(a: torch.Tensor) -> torch.Tensor:
             y = norm(a).to(dtype)
-            return F.linear(F.silu(F.linear(y, gate, gate_bias)) * F.linear(y, up, up_bias), down, down_bias)
+            return F.linear(
+                F.silu(F.linear(y, gate, gate_bias)) * F.linear(y, up, up_bias), down, down_bias
+            )
 
         return update
 

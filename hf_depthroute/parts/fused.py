@@ -75,7 +75,11 @@ class FusedGateBranch:
             self._out_bias = float(gate.out_bias)
 
     def run(
-        self, a: Tensor, threshold: float | Sequence[float], ffn: TensorMap, normed: Tensor | None = None
+        self,
+        a: Tensor,
+        threshold: float | Sequence[float],
+        ffn: TensorMap,
+        normed: Tensor | None = None,
     ) -> tuple[Tensor, list[int]]:
         """The stream after the FFN at the rows whose score reaches `threshold`, after the branch at the others.
 
@@ -168,7 +172,11 @@ def fuse(
         if isinstance(step, NeuronStep):
             return FusedGateBranch(*rms, maps, None, step)
         return None
-    if type(branch) is not LowRankBranch or not isinstance(branch.norm, RMSNorm) or branch.norm.eps != rms[1]:
+    if (
+        type(branch) is not LowRankBranch
+        or not isinstance(branch.norm, RMSNorm)
+        or branch.norm.eps != rms[1]
+    ):
         return None
     return FusedGateBranch(*rms, maps, branch)
 

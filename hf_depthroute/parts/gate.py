@@ -59,7 +59,9 @@ class ScoreHead(nn.Linear):
 
     def _score(self, x: torch.Tensor) -> torch.Tensor:
         if self.out_features > 1:
-            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+            return F.linear(
+                x.float(), self.weight.float(), None if self.bias is None else self.bias.float()
+            )
         rows = x.float().reshape(-1, x.shape[-1])
         weight = self.weight.float().squeeze(0)
         if self.bias is None:
@@ -162,12 +164,20 @@ class Gate(nn.Module, ABC):
 
     def weights_per_token(self) -> int:
         """Weights that one decision multiplies with, biases left out; here, those of linear maps."""
-        return sum(linear.weight.numel() for linear in self.children() if isinstance(linear, nn.Linear))
+        return sum(
+            linear.weight.numel() for linear in self.children() if isinstance(linear, nn.Linear)
+        )
 
     def connect(self, lm_head: Any) -> None:
         """Take the model's `base.lm_head.LMHead`, where `reads_logits`."""
 
-    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
+    def fit(
+        self,
+        a_Nd: torch.Tensor,
+        y_N: torch.Tensor,
+        seed: int,
+        always_Sd: torch.Tensor | None = None,
+    ) -> None:
         """Fit the scores to `y` without training, where `is_fitted`.
 
         Args:

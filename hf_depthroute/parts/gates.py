@@ -51,9 +51,17 @@ class MLPGate(Gate):
         return lambda a: score(F.silu(F.linear(a, weight, bias)))
 
     def score_maps(self) -> ScoreMaps:
-        return ScoreMaps(self.hidden.weight, self.hidden.bias, self.score.weight.squeeze(0), self.score.bias)
+        return ScoreMaps(
+            self.hidden.weight, self.hidden.bias, self.score.weight.squeeze(0), self.score.bias
+        )
 
-    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
+    def fit(
+        self,
+        a_Nd: torch.Tensor,
+        y_N: torch.Tensor,
+        seed: int,
+        always_Sd: torch.Tensor | None = None,
+    ) -> None:
         """In closed form (`fit_scores`, from random directions), then by `_STEPS` steps of gradient descent."""
         fit_scores(self.hidden, self.score, a_Nd, y_N, seed, always_Sd)
         apart = always_Sd is not None and self.hidden.out_features > 1
@@ -92,7 +100,11 @@ class JEPAGate(Deriving, Gate):
 
         Inference folds what depends on the action alone, and the difference, and multiplies with about a third less.
         """
-        return super().weights_per_token() + self.predict_hidden.weight.numel() + self.predict.weight.numel()
+        return (
+            super().weights_per_token()
+            + self.predict_hidden.weight.numel()
+            + self.predict.weight.numel()
+        )
 
     # [B, T, d] -> scores [B, T], q [B, T, summary_dim]
     def forward(self, a: torch.Tensor) -> GateOutput:
@@ -141,7 +153,9 @@ class JEPAGate(Deriving, Gate):
         casts = not (autocast or self.training or torch.is_grad_enabled())
 
         def made() -> tuple[torch.Tensor, ...]:
-            context_map, action_map = predict.weight.split([self.context.out_features, actions.shape[1]], dim=1)
+            context_map, action_map = predict.weight.split(
+                [self.context.out_features, actions.shape[1]], dim=1
+            )
             w1, w2, w3 = decide.weight.chunk(3, dim=1)
             offsets = F.linear(actions, action_map, predict.bias).to(a.dtype)
             parts = context_map, offsets, torch.cat([w1 + w3, w2 - w3], dim=1), decide.bias
@@ -196,15 +210,26 @@ class AffineGate(LinearGate):
         reset_linear(self.score, generator)
 
     @torch.no_grad()
-    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
+    def fit(
+        self,
+        a_Nd: torch.Tensor,
+        y_N: torch.Tensor,
+        seed: int,
+        always_Sd: torch.Tensor | None = None,
+    ) -> None:
         """Ridge regression of `y`, in closed form.
 
         The tokens that have to run in full are rows with a `y` of 30, which weigh a tenth of the others together.
         """
         rows = [(a_Nd, y_N, 1.0)]
         if always_Sd is not None:
-            count, always = (total(torch.tensor(float(len(part)), device=a_Nd.device)) for part in (a_Nd, always_Sd))
-            rows.append((always_Sd, y_N.new_full((len(always_Sd),), 30.0), float(0.1 * count / always)))
+            count, always = (
+                total(torch.tensor(float(len(part)), device=a_Nd.device))
+                for part in (a_Nd, always_Sd)
+            )
+            rows.append(
+                (always_Sd, y_N.new_full((len(always_Sd),), 30.0), float(0.1 * count / always))
+            )
         x = torch.cat([F.pad(part, (0, 1), value=1.0) * weight**0.5 for part, _, weight in rows])
         y = torch.cat([part * weight**0.5 for _, part, weight in rows])
         weights = ridge_weights(*moments(x, y[:, None]), 1e-3).squeeze(1)

@@ -64,7 +64,10 @@ def embedding_width(config: MemorySizes) -> int:
 
 
 def suffixes(
-    ids_BT: torch.Tensor, order: int, real_BT: torch.Tensor | None = None, starts_BT: torch.Tensor | None = None
+    ids_BT: torch.Tensor,
+    order: int,
+    real_BT: torch.Tensor | None = None,
+    starts_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Every token with the `order - 1` before it, the newest first.
 
@@ -104,7 +107,9 @@ def continued(ngrams_BTN: torch.Tensor, before_BM: torch.Tensor) -> torch.Tensor
     return filled
 
 
-def over_padding(held_BTM: torch.Tensor, real_BT: torch.Tensor, before_BM: torch.Tensor | None) -> torch.Tensor:
+def over_padding(
+    held_BTM: torch.Tensor, real_BT: torch.Tensor, before_BM: torch.Tensor | None
+) -> torch.Tensor:
     """The last `M` tokens at every position, where padding has those of the last real position before it.
 
     Args:
@@ -235,7 +240,11 @@ def _hashes(config: MemorySizes, layer_index: int) -> tuple[list[list[int]], lis
         ]
         for place in range(order)
     ]
-    return multipliers, list(_primes_below(share + 1, count)), [share * place for place in range(count)]
+    return (
+        multipliers,
+        list(_primes_below(share + 1, count)),
+        [share * place for place in range(count)],
+    )
 
 
 def _mixed(*numbers: int) -> int:

@@ -77,7 +77,9 @@ class NeuronBranch(Deriving):
         Where nothing may be read, it is the branch itself, which looks at the base in every step.
         """
         held = self.borrowed()
-        if not held or any(weight.dtype is not dtype for module in held[1:] for weight in module.parameters(False)):
+        if not held or any(
+            weight.dtype is not dtype for module in held[1:] for weight in module.parameters(False)
+        ):
             return self
         return NeuronStep(self, dtype)
 
@@ -119,7 +121,9 @@ class NeuronBranch(Deriving):
     def _may_read(self, device: torch.device) -> bool:
         """Whether the weights of the projections may be read there, as one."""
         maps = self._maps()
-        if not all(is_readable(linear, nn.Linear) and linear.weight.device == device for linear in maps):
+        if not all(
+            is_readable(linear, nn.Linear) and linear.weight.device == device for linear in maps
+        ):
             return False
         return len({(linear.weight.dtype, linear.bias is None) for linear in maps}) == 1
 
@@ -128,7 +132,9 @@ class NeuronBranch(Deriving):
         return len(self._maps()) * len(self.neurons) * self.down.out_features
 
     @torch.no_grad()
-    def energy(self, x_Nd: torch.Tensor, weight_N: torch.Tensor, metric_dd: torch.Tensor | None = None) -> torch.Tensor:
+    def energy(
+        self, x_Nd: torch.Tensor, weight_N: torch.Tensor, metric_dd: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`sum_n weight_n h_nj^2 |W_down[:, j] L|^2` of every neuron of the FFN, `[m]`; of many rows, some are read.
 
         Without a metric `L`, which says what an error costs, it is the identity.
@@ -137,12 +143,16 @@ class NeuronBranch(Deriving):
         x_Nd = x_Nd[::step]
         weight_N = weight_N[::step]
         parts = zip(x_Nd.split(_ROWS), weight_N.split(_ROWS))
-        energy_m = total(sum((w @ self._whole(x).float().square() for x, w in parts), torch.zeros(())))
+        energy_m = total(
+            sum((w @ self._whole(x).float().square() for x, w in parts), torch.zeros(()))
+        )
         down: Any = self._base[1].down_proj
         if isinstance(down, nn.Linear) and is_whole(down.weight):
             output_md = down.weight.T.float()
         else:
-            units = torch.eye(len(energy_m), dtype=_dtype_of(self._base[1], x_Nd), device=x_Nd.device)
+            units = torch.eye(
+                len(energy_m), dtype=_dtype_of(self._base[1], x_Nd), device=x_Nd.device
+            )
             output_md = (down(units) - down(torch.zeros_like(units[:1]))).float()
         if metric_dd is not None:
             output_md = output_md @ metric_dd.to(output_md)

@@ -71,18 +71,26 @@ def norms_and_sinks(after_Nd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return norms_N.clamp(min=float(1e-6 * middle)), norms_N > _SINK * middle
 
 
-def separating_unit(x_Nd: torch.Tensor, apart_Sd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def separating_unit(
+    x_Nd: torch.Tensor, apart_Sd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights `[d]` and bias `[]` of a map that is at least 20 at the rows in `apart`, and at most -20 at the others.
 
     The direction is that of linear discriminant analysis. Where the two overlap, it is 20 at the rows in `apart` all
     the same, and above 0 at some of the others, too.
     """
-    count, apart_count = (total(torch.tensor(float(len(rows)), device=x_Nd.device)) for rows in (x_Nd, apart_Sd))
+    count, apart_count = (
+        total(torch.tensor(float(len(rows)), device=x_Nd.device)) for rows in (x_Nd, apart_Sd)
+    )
     mean_d = total(x_Nd.sum(0)) / count
     apart_d = total(apart_Sd.sum(0)) / apart_count
     centred_Nd = x_Nd - mean_d
     gram_dd, _ = moments(centred_Nd, centred_Nd[:, :1])
-    direction_d = ridge_weights(gram_dd / count, (apart_d - mean_d).double()[:, None], 0.1).squeeze(1).to(x_Nd)
+    direction_d = (
+        ridge_weights(gram_dd / count, (apart_d - mean_d).double()[:, None], 0.1)
+        .squeeze(1)
+        .to(x_Nd)
+    )
     others_N = rows_of_all(centred_Nd @ direction_d)
     apart_S = rows_of_all((apart_Sd - mean_d) @ direction_d)
     low = apart_S.min()
@@ -92,7 +100,9 @@ def separating_unit(x_Nd: torch.Tensor, apart_Sd: torch.Tensor) -> tuple[torch.T
     return weights_d, -_RANGE * (low + high) / (low - high).clamp(min=1e-30) - weights_d @ mean_d
 
 
-def leading_directions(gram_dd: torch.Tensor, cross_dm: torch.Tensor, rank: int, penalty: float) -> torch.Tensor:
+def leading_directions(
+    gram_dd: torch.Tensor, cross_dm: torch.Tensor, rank: int, penalty: float
+) -> torch.Tensor:
     """Reduced-rank regression: the `r` directions `[r, d]` of `x` from which `y` is predicted best by a linear map.
 
     With `W` the ridge weights, they are `W v` of the `r` leading eigenvectors `v` of the prediction's second moment
@@ -158,7 +168,10 @@ def fit_scores(
     means_u = total(features_Nu.sum(0)) / count
     features_Nu = features_Nu - means_u
     spreads_u = (total(features_Nu.square().sum(0)) / count).sqrt().clamp(min=1e-30)
-    weights_u = ridge_weights(*moments(features_Nu / spreads_u, y_N[:, None]), _PENALTY).squeeze(1).to(x_Nd) / spreads_u
+    weights_u = (
+        ridge_weights(*moments(features_Nu / spreads_u, y_N[:, None]), _PENALTY).squeeze(1).to(x_Nd)
+        / spreads_u
+    )
     for part in (hidden.weight, hidden.bias, score.weight):
         part.zero_()
     hidden.weight[:units] = directions_du.T
@@ -172,7 +185,13 @@ def fit_scores(
 
 @torch.enable_grad()
 def refine_scores(
-    hidden: nn.Linear, score: nn.Linear, x_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, steps: int, units: int
+    hidden: nn.Linear,
+    score: nn.Linear,
+    x_Nd: torch.Tensor,
+    y_N: torch.Tensor,
+    seed: int,
+    steps: int,
+    units: int,
 ) -> None:
     """Go on from `fit_scores` by gradient descent on the squared error: AdamW, 1,024 rows a step, rate 2e-3 to 0.
 

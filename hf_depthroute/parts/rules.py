@@ -89,7 +89,9 @@ class TopK(Rule):
 
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
         real = None if context.real is None else context.real.flatten(1)
-        return topk_mask(scores.detach().flatten(1), context.budget, real).view(scores.shape), context.probs
+        return topk_mask(scores.detach().flatten(1), context.budget, real).view(
+            scores.shape
+        ), context.probs
 
 
 class Gumbel(Rule):
@@ -99,7 +101,10 @@ class Gumbel(Rule):
 
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
         drawn = scores[:, :1] if context.per_sequence else scores  # a sequence is decided once
-        noise = torch.empty_like(drawn).exponential_().log() - torch.empty_like(drawn).exponential_().log()
+        noise = (
+            torch.empty_like(drawn).exponential_().log()
+            - torch.empty_like(drawn).exponential_().log()
+        )
         scores = scores + context.temperature * noise
         probs = torch.sigmoid((scores - context.threshold) / context.temperature)
         return super().decide(scores, replace(context, probs=probs))
@@ -123,7 +128,9 @@ class Static(Rule):
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
         if context.experts is None:
             return torch.zeros_like(scores, dtype=torch.bool), context.probs
-        dropped = torch.tensor(context.dropped, device=context.experts.device, dtype=context.experts.dtype)
+        dropped = torch.tensor(
+            context.dropped, device=context.experts.device, dtype=context.experts.dtype
+        )
         mask = ~torch.isin(context.experts, dropped)
         return mask if context.real is None else mask & context.real, context.probs
 
@@ -160,7 +167,9 @@ def _as_fraction(budget: float) -> tuple[int, int]:
     return exact.numerator, exact.denominator
 
 
-def topk_mask(scores_BT: torch.Tensor, budget: float, token_mask_BT: torch.Tensor | None = None) -> torch.Tensor:
+def topk_mask(
+    scores_BT: torch.Tensor, budget: float, token_mask_BT: torch.Tensor | None = None
+) -> torch.Tensor:
     """The `k = ceil(budget * n)` highest scores of each sequence, `n` its number of real tokens.
 
     Ties go to the lowest index, so that exactly `k` tokens are chosen. This rule looks at the whole sequence, later
@@ -181,21 +190,27 @@ def topk_mask(scores_BT: torch.Tensor, budget: float, token_mask_BT: torch.Tenso
     order = scores_BT.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argsort(
         dim=-1, descending=True, stable=True
     )
-    order = order.gather(-1, eligible.gather(-1, order).to(torch.int8).argsort(dim=-1, descending=True, stable=True))
+    order = order.gather(
+        -1, eligible.gather(-1, order).to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    )
     positions = torch.arange(scores_BT.shape[-1], device=scores_BT.device).expand_as(order)
     rank = torch.empty_like(order).scatter_(-1, order, positions)
     return (rank < count_B[..., None]) & eligible
 
 
 def threshold_mask(
-    scores_BT: torch.Tensor, threshold: torch.Tensor | float, token_mask_BT: torch.Tensor | None = None
+    scores_BT: torch.Tensor,
+    threshold: torch.Tensor | float,
+    token_mask_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`score >= threshold`, token by token: causal, the same in prefill and decode. Bool `[B, T]`."""
     mask = scores_BT >= threshold
     return mask if token_mask_BT is None else mask & token_mask_BT
 
 
-def tail_mask(ends: torch.Tensor, count: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
+def tail_mask(
+    ends: torch.Tensor, count: int, token_mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """The last `count` real tokens of every sequence, of a shorter one all of them. Bool `[B, T]`.
 
     Args:

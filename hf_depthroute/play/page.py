@@ -36,7 +36,9 @@ _LEGEND = (
 )
 
 
-def make_page(model: PeftModel, tokenizer: Any, title: str, chat_template: bool = True) -> gradio.Blocks:
+def make_page(
+    model: PeftModel, tokenizer: Any, title: str, chat_template: bool = True
+) -> gradio.Blocks:
     """The page of a routed model, ready for `launch`.
 
     Args:
@@ -60,7 +62,9 @@ def make_page(model: PeftModel, tokenizer: Any, title: str, chat_template: bool 
     # A run that is stopped is left in the middle of a step, which still ends.
     free = threading.Lock()
 
-    def run(prompt: str, budget: float | None, new_tokens: int, chat: bool) -> Iterator[tuple[str, str, str, str]]:
+    def run(
+        prompt: str, budget: float | None, new_tokens: int, chat: bool
+    ) -> Iterator[tuple[str, str, str, str]]:
         try:
             ids = encode_prompt(tokenizer, prompt, chat)
         except PromptError as error:
@@ -113,7 +117,10 @@ def make_page(model: PeftModel, tokenizer: Any, title: str, chat_template: bool 
             for name in ("Routed", "Base"):
                 with gradio.Column():
                     gradio.HTML(f"<h2>{name}</h2>")
-                    columns += [gradio.HTML(elem_id=f"{name.lower()}-facts"), gradio.HTML(elem_id=name.lower())]
+                    columns += [
+                        gradio.HTML(elem_id=f"{name.lower()}-facts"),
+                        gradio.HTML(elem_id=name.lower()),
+                    ]
         gradio.HTML(f"<p>{_LEGEND}</p>")
         given = [prompt, budget if config.takes_budget() else gradio.State(None), length, chat]
         writing = gradio.on(
@@ -139,7 +146,9 @@ def coloured(text: Text, tokenizer: Any) -> str:
         how = ""
         if runs:
             full = sum(runs) / len(runs)
-            how = f' style="--share: {full / text.depth:.3f}" title="{full:g} of {text.depth} layers"'
+            how = (
+                f' style="--share: {full / text.depth:.3f}" title="{full:g} of {text.depth} layers"'
+            )
         spans.append(f"<span{kind}{how}>{html.escape(piece)}</span>")
         at += count
     return f'<div class="text">{"".join(spans)}</div>'

@@ -80,7 +80,9 @@ def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tup
         _Reader(model).read(ids)
         with model.disable_adapter():
             _Reader(model).read(ids)
-    while (routed.written < new_tokens and not routed.ended) or (dense.written < new_tokens and not dense.ended):
+    while (routed.written < new_tokens and not routed.ended) or (
+        dense.written < new_tokens and not dense.ended
+    ):
         with torch.no_grad():
             if not routed.ended:
                 before = list(routed.ids)
@@ -117,7 +119,9 @@ class _Reader:
     def read(self, ids: Sequence[int]) -> int:
         """The likeliest next token, after what is new in `ids`."""
         new = torch.tensor([ids[self.done :]], device=self._model.device)
-        out = self._model(input_ids=new, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        out = self._model(
+            input_ids=new, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        )
         self._cache = out.past_key_values
         self.done = len(ids)
         return int(out.logits[0, -1].argmax())

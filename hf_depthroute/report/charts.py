@@ -49,7 +49,11 @@ class Chart:
         self.caption = caption
         self.figure = Figure(figsize=(size[0] / _POINTS, size[1] / _POINTS), layout=layout)
         self.axes = self.figure.add_subplot()
-        for part in (self.figure.patch, self.axes.patch, *(self.axes.spines[s] for s in ("top", "left", "right"))):
+        for part in (
+            self.figure.patch,
+            self.axes.patch,
+            *(self.axes.spines[s] for s in ("top", "left", "right")),
+        ):
             part.set_visible(False)
         self.axes.tick_params(length=0)
         self.axes.set_axisbelow(True)
@@ -79,7 +83,12 @@ class Chart:
             self.figure.savefig(file, format="svg", metadata={"Date": None})
         drawn = ET.fromstring(file.getvalue())
         labelled = " ".join(f"{self.key}-{tag}" for tag in self.words)
-        shown = {"viewBox": drawn.attrib["viewBox"], "role": "img", "aria-labelledby": labelled, "class": "chart"}
+        shown = {
+            "viewBox": drawn.attrib["viewBox"],
+            "role": "img",
+            "aria-labelledby": labelled,
+            "class": "chart",
+        }
         root = ET.Element("svg", shown)
         for tag, words in self.words.items():
             ET.SubElement(root, tag, {"id": f"{self.key}-{tag}"}).text = words
@@ -93,13 +102,22 @@ class Chart:
         part.tag = part.tag.rpartition("}")[2]
         style = part.attrib.pop("style", "")
         part.attrib.pop("clip-path", None)
-        part.attrib |= {name.rpartition("}")[2]: part.attrib.pop(name) for name in list(part.attrib) if "}" in name}
+        part.attrib |= {
+            name.rpartition("}")[2]: part.attrib.pop(name)
+            for name in list(part.attrib)
+            if "}" in name
+        }
         if part.tag == "text":
             part.set("class", "label")
             anchor = re.search(r"text-anchor: (\w+)", style)
             part.set("text-anchor", anchor[1] if anchor else "start")
         if part.tag == "path":
-            part.set("d", " ".join(re.sub(r"\d+\.\d+", lambda n: f"{float(n[0]):.2f}", part.get("d", "")).split()))
+            part.set(
+                "d",
+                " ".join(
+                    re.sub(r"\d+\.\d+", lambda n: f"{float(n[0]):.2f}", part.get("d", "")).split()
+                ),
+            )
         if part.tag == "g":
             name = part.attrib.pop("id", "")
             # What is not named is what the axes draw themselves: grid lines, and the one spine that is left.
@@ -107,7 +125,10 @@ class Chart:
             kind, tips = self._named.get(name, (unnamed, ()))
             if kind:
                 part.set("class", kind)
-            drawn = [[mark for mark in part.iter() if mark.tag.endswith(tag)] for tag in ("}use", "}path")]
+            drawn = [
+                [mark for mark in part.iter() if mark.tag.endswith(tag)]
+                for tag in ("}use", "}path")
+            ]
             for mark, tip in zip(drawn[0] or drawn[1], tips):
                 ET.SubElement(mark, "title").text = tip
 
@@ -123,9 +144,13 @@ def loss_chart(report: RunReport) -> Chart:
         ("static", "layers left out", "c", "D"),
     ):
         rows = [
-            (r["full_ratio"], r["loss"], f"{name}, budget {r['budget']:g}") for r in report.rows if r["rule"] == rule
+            (r["full_ratio"], r["loss"], f"{name}, budget {r['budget']:g}")
+            for r in report.rows
+            if r["rule"] == rule
         ]
-        found.append((name, kind, mark, [(x, y, f"{tip}: {y:.4f} at {x:.3f}") for x, y, tip in rows]))
+        found.append(
+            (name, kind, mark, [(x, y, f"{tip}: {y:.4f} at {x:.3f}") for x, y, tip in rows])
+        )
     ends = "; ".join(f"{row['loss']:.3f} at share {row['full_ratio']:.2f}" for row in report.routed)
     chart = Chart(
         "loss-chart", "Loss against the share run full", f"Dense loss {dense:.3f}. Routed: {ends}.",
@@ -143,7 +168,10 @@ def time_chart(report: RunReport) -> Chart:
             (f"{part}, measured", "ratio", kinds[0], mark),
             (f"{part}, FLOPs", "flops_routed_over_dense", kinds[1], "D"),
         ):
-            points = [(r["full_ratio"], r[key], f"{name}: {r[key]:.3f} at {r['full_ratio']:.3f}") for r in rows]
+            points = [
+                (r["full_ratio"], r[key], f"{name}: {r[key]:.3f} at {r['full_ratio']:.3f}")
+                for r in rows
+            ]
             found.append((name, kind, shape, points))
     said = " ".join(
         f"{name}: {', '.join(f'{y:.2f} at share {x:.2f}' for x, y, _ in points)}."
@@ -158,17 +186,23 @@ def time_chart(report: RunReport) -> Chart:
     return chart
 
 
-def _lines(chart: Chart, lines: Sequence[tuple[str, str, str, _Points]], dense: float, y_label: str) -> Chart:
+def _lines(
+    chart: Chart, lines: Sequence[tuple[str, str, str, _Points]], dense: float, y_label: str
+) -> Chart:
     """A line for each `(name in the legend, CSS class, Matplotlib's letter for its marks, points)`.
 
     Marks differ, so that colour is not all that tells lines apart.
     """
     axes = chart.axes
-    drawn: list[tuple[Any, str, Sequence[str]]] = [(axes.axhline(dense, label="dense"), "reference", ())]
+    drawn: list[tuple[Any, str, Sequence[str]]] = [
+        (axes.axhline(dense, label="dense"), "reference", ())
+    ]
     for name, kind, mark, points in lines:
         if points:
             xs, ys, texts = zip(*sorted(points, key=itemgetter(0)))
-            (line,) = axes.plot(xs, ys, marker=mark, markersize=9 if mark != "D" else 7.5, label=name)
+            (line,) = axes.plot(
+                xs, ys, marker=mark, markersize=9 if mark != "D" else 7.5, label=name
+            )
             drawn.append((line, f"line {kind}", texts))
     legend = chart.figure.legend(loc="outside upper left", ncols=2, frameon=False, handlelength=2.5)
     for (artist, kind, tips), handle in zip(drawn, legend.legend_handles):
@@ -196,7 +230,10 @@ def cost_chart(report: RunReport) -> Chart:
     for name, said in COST_PARTS.items():
         shares = [max(getattr(cost, name), 0.0) / cost.dense for cost in costs]
         tips = [f"{label}, {said}: {share:.1%}" for label, share in zip(labels, shares)]
-        rows = [(x, row + 0.65, share, 0.7, tip) for row, (x, share, tip) in enumerate(zip(starts, shares, tips))]
+        rows = [
+            (x, row + 0.65, share, 0.7, tip)
+            for row, (x, share, tip) in enumerate(zip(starts, shares, tips))
+        ]
         chart.bars(rows, name)
         starts = [start + share for start, share in zip(starts, shares)]
     chart.axes.grid(axis="x")
@@ -223,14 +260,19 @@ def ratio_chart(report: RunReport, number: int) -> Chart:
     ratios = [layer.full_ratio for layer in layers.values()]
     tips = [f"layer {index}: {ratio:.3f}" for index, ratio in zip(layers, ratios)]
     chart.bars([(x - 0.36, 0, 0.72, 1, tip) for x, tip in enumerate(tips)], "skipped")
-    chart.bars([(x - 0.36, 0, 0.72, ratio, tip) for x, (ratio, tip) in enumerate(zip(ratios, tips))], "full")
+    chart.bars(
+        [(x - 0.36, 0, 0.72, ratio, tip) for x, (ratio, tip) in enumerate(zip(ratios, tips))],
+        "full",
+    )
     if len(layers) <= 10:
         for x, ratio in enumerate(ratios):
             chart.axes.text(x, 1.02, f"{ratio:.2f}", ha="center")
     every = math.ceil(len(layers) / 16)
     chart.axes.set_xticks(range(0, len(layers), every), [str(index) for index in layers][::every])
     chart.axes.grid(axis="y")
-    chart.axes.set(xlabel="layer", ylabel="share run full", xlim=(-0.5, len(layers) - 0.5), ylim=(0, 1))
+    chart.axes.set(
+        xlabel="layer", ylabel="share run full", xlim=(-0.5, len(layers) - 0.5), ylim=(0, 1)
+    )
     if report.follows_budget:
         chart.name(chart.axes.axhline(report.budgets[number]), "reference")
     return chart
@@ -254,11 +296,23 @@ def histogram(report: RunReport, number: int, index: int) -> Chart:
     )  # fmt: skip
     chart.figure.subplots_adjust(left=0.03, right=0.97, bottom=0.2, top=0.85)
     bars = [
-        (low, high, full, skipped, f"scores {low:.3f} to {high:.3f}: {full:,} full, {skipped:,} skipped")
+        (
+            low,
+            high,
+            full,
+            skipped,
+            f"scores {low:.3f} to {high:.3f}: {full:,} full, {skipped:,} skipped",
+        )
         for low, high, full, skipped in zip(layer.edges, layer.edges[1:], layer.full, layer.skipped)
     ]
-    chart.bars([(a, 0, 0.9 * (b - a), skipped, tip) for a, b, _, skipped, tip in bars if skipped], "skipped")
-    chart.bars([(a, skipped, 0.9 * (b - a), full, tip) for a, b, full, skipped, tip in bars if full], "full")
+    chart.bars(
+        [(a, 0, 0.9 * (b - a), skipped, tip) for a, b, _, skipped, tip in bars if skipped],
+        "skipped",
+    )
+    chart.bars(
+        [(a, skipped, 0.9 * (b - a), full, tip) for a, b, full, skipped, tip in bars if full],
+        "full",
+    )
     highest = max(map(sum, zip(layer.full, layer.skipped, strict=True)), default=1) or 1
     chart.axes.set(xlim=(first, last), ylim=(0, highest), yticks=[])
     chart.axes.set_xticks([first, last], [f"{first:.2f}", f"{last:.2f}"])

@@ -47,7 +47,9 @@ class LayerScores:
     def quartiles(self) -> list[float | None]:
         """Quartiles of the scores, read from the histogram: each bin's middle, weighted by its count."""
         bins = zip(self.edges, self.edges[1:], self.full, self.skipped)
-        values = [(low + high) / 2 for low, high, full, skipped in bins for _ in range(full + skipped)]
+        values = [
+            (low + high) / 2 for low, high, full, skipped in bins for _ in range(full + skipped)
+        ]
         if len(values) < 2:
             return [None] * 3
         return [*statistics.quantiles(values, n=4)]
@@ -148,12 +150,18 @@ class RunReport:
     @property
     def routed(self) -> list[Mapping[str, Any]]:
         """The rows of the inference rule, one per budget."""
-        rows = {row["budget"]: row for row in reversed(self.rows) if row["rule"] in ("threshold", "fixed")}
+        rows = {
+            row["budget"]: row
+            for row in reversed(self.rows)
+            if row["rule"] in ("threshold", "fixed")
+        }
         return [rows[budget] for budget in self.budgets]
 
     def static(self, budget: float) -> Mapping[str, Any] | None:
         """The row of layers left out at this budget."""
-        return next((row for row in self.rows if (row["rule"], row["budget"]) == ("static", budget)), None)
+        return next(
+            (row for row in self.rows if (row["rule"], row["budget"]) == ("static", budget)), None
+        )
 
     def timed(self, part: str) -> Mapping[str, Mapping[str, Any]]:
         """Measured rows of prefill or decode by the budget's number as text; empty where there are none."""
@@ -209,7 +217,10 @@ def collect_scores(
             )
     edges = {index: _edges(torch.cat([layers[index][1] for layers in found])) for index in found[0]}
     gated = traces[0].gated()
-    return [{i: _layer_scores(*layers[i], edges[i], static=i not in gated) for i in layers} for layers in found]
+    return [
+        {i: _layer_scores(*layers[i], edges[i], static=i not in gated) for i in layers}
+        for layers in found
+    ]
 
 
 def count_costs(
@@ -218,8 +229,14 @@ def count_costs(
     """The cost of one prompt pass at the measured shares, all logits computed, from `route_cost`."""
     costs = []
     for layers in scores:
-        size: dict[str, int] = {"batch_size": batch_size, "length": length, "logits_to_keep": length}
-        at = route_cost(model, full_ratio={i: layer.full_ratio for i, layer in layers.items()}, **size)
+        size: dict[str, int] = {
+            "batch_size": batch_size,
+            "length": length,
+            "logits_to_keep": length,
+        }
+        at = route_cost(
+            model, full_ratio={i: layer.full_ratio for i, layer in layers.items()}, **size
+        )
         none = route_cost(model, full_ratio=dict.fromkeys(layers, 0.0), **size)
         costs.append(
             BudgetCost(
@@ -234,7 +251,9 @@ def count_costs(
 
 
 @torch.no_grad()
-def collect_tokens(model: Any, tokenizer: Any, samples: Sequence[Sample], budgets: Sequence[float]) -> dict[str, Any]:
+def collect_tokens(
+    model: Any, tokenizer: Any, samples: Sequence[Sample], budgets: Sequence[float]
+) -> dict[str, Any]:
     """The token view's data: every sample at every budget, with the losses of the routed and of the dense model.
 
     A sample with new tokens is continued greedily. Then its decisions are recorded in passes that decide as decoding
@@ -311,7 +330,10 @@ def _edges(scores: torch.Tensor) -> torch.Tensor:
     known = scores[scores.isfinite()]
     if not len(known):
         return torch.linspace(0, 1, BINS + 1)
-    low, high = (float(known.kthvalue(max(1, min(len(known), round(q * len(known))))).values) for q in (0.001, 0.999))
+    low, high = (
+        float(known.kthvalue(max(1, min(len(known), round(q * len(known))))).values)
+        for q in (0.001, 0.999)
+    )
     return torch.linspace(low, max(high, low + 1e-3), BINS + 1)
 
 
@@ -320,7 +342,9 @@ def _layer_scores(
 ) -> LayerScores:
     known = ~scores.isnan()
     place = (torch.bucketize(scores, edges, right=True) - 1).clamp(0, BINS - 1)
-    full, skipped = (torch.bincount(place[known & chosen], minlength=BINS).tolist() for chosen in (mask, ~mask))
+    full, skipped = (
+        torch.bincount(place[known & chosen], minlength=BINS).tolist() for chosen in (mask, ~mask)
+    )
     threshold = None
     if record.threshold is not None:
         threshold = float(record.threshold)

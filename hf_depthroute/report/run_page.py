@@ -28,7 +28,10 @@ def render_page(report: RunReport) -> str:
         cost_parts=charts.COST_PARTS,
         ratios=[charts.ratio_chart(report, number) for number in numbers],
         histograms=[
-            [charts.histogram(report, n, i) if i in report.gated(n) else None for i in report.tokens["layers"]]
+            [
+                charts.histogram(report, n, i) if i in report.gated(n) else None
+                for i in report.tokens["layers"]
+            ]
             for n in numbers
         ],
     )

@@ -77,7 +77,9 @@ def view_of(
         ValueError: The trace is empty, or `input_ids` or `logits` do not have its shape.
     """
     if not len(trace):
-        raise ValueError("the trace is empty: call the model inside the record_routes block, then show the trace")
+        raise ValueError(
+            "the trace is empty: call the model inside the record_routes block, then show the trace"
+        )
     batch, length = trace[next(iter(trace))].mask.shape[:2]
     if input_ids is not None:
         input_ids = torch.as_tensor(input_ids)
@@ -183,7 +185,9 @@ def _picked(values: Sequence[float] | None, kept: list[int]) -> list[float | Non
     return [round(values[p], 4) if math.isfinite(values[p]) else None for p in kept]
 
 
-def text_pieces(tokenizer: Any, ids: Sequence[int], boundary: int | None = None) -> tuple[list[str], list[int]]:
+def text_pieces(
+    tokenizer: Any, ids: Sequence[int], boundary: int | None = None
+) -> tuple[list[str], list[int]]:
     """The text of `ids`, cut where tokens meet.
 
     A token that is no text alone, such as one byte of a character, is joined with its neighbours. Pieces joined give
@@ -247,9 +251,18 @@ def render(template: str, **values: Any) -> str:
         "or_dash": lambda value, digits=2: "-" if value is None else f"{value:.{digits}f}",
     }
     # Sorted keys would move layers; and JSON has no NaN, which nothing here may hold.
-    environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "allow_nan": False, "separators": (",", ":")}
-    style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
-    hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (style, script)]
+    environment.policies["json.dumps_kwargs"] = {
+        "sort_keys": False,
+        "allow_nan": False,
+        "separators": (",", ":"),
+    }
+    style, script = (
+        (_HERE / name).read_text(encoding="utf-8") for name in ("style.css", "page.js")
+    )
+    hashes = [
+        base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
+        for part in (style, script)
+    ]
     # Nothing is loaded, and no other script or style runs, not even from text that was not escaped.
     policy = (
         f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; img-src data:; "

@@ -81,5 +81,8 @@ def routed_lines(model: PeftModel) -> list[str]:
 
 def ranges(numbers: list[int]) -> str:
     """`[1, 4, 5, 6]` -> `1, 4-6`."""
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
+    runs = [
+        [n for _, n in run]
+        for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    ]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -34,16 +34,24 @@ FROZEN = (
 )
 
 
-def warn_of_training(decoder: nn.Module, active: Mapping[Routing, DepthRouteConfig], inputs: torch.Tensor) -> None:
+def warn_of_training(
+    decoder: nn.Module, active: Mapping[Routing, DepthRouteConfig], inputs: torch.Tensor
+) -> None:
     """Warn of a step of `decoder`, in training mode, that trains nothing, or routers without their losses.
 
     `active` are the configurations of its active routed layers, `inputs` the ids or embeddings that it is called with.
     """
-    training = next((routing for routing, config in active.items() if _trains(routing, config)), None)
+    training = next(
+        (routing for routing, config in active.items() if _trains(routing, config)), None
+    )
     if training is not None:
         if not training.state.settings.recorders:
             warnings.warn(UNWATCHED, stacklevel=3)
-    elif active and not inputs.requires_grad and not any(p.requires_grad for p in decoder.parameters()):
+    elif (
+        active
+        and not inputs.requires_grad
+        and not any(p.requires_grad for p in decoder.parameters())
+    ):
         warnings.warn(FROZEN, stacklevel=3)
 
 
@@ -67,7 +75,12 @@ def warn_of_backward(routing: Routing, config: DepthRouteConfig, *outputs: torch
 def warn_of_thresholds(routing: Routing, plan: RoutePlan) -> None:
     """Warn if inference is about to compare scores with thresholds that were never fitted; said by one layer only."""
     config = plan.config
-    if plan.budget >= 1.0 or plan.rule != "threshold" or not config.takes_budget() or routing.state.settings.selection:
+    if (
+        plan.budget >= 1.0
+        or plan.rule != "threshold"
+        or not config.takes_budget()
+        or routing.state.settings.selection
+    ):
         return
     if routing.layer_index not in config.gated_layers()[:1]:
         return

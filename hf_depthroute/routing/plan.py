@@ -117,10 +117,16 @@ def plan_of(
     config, settings = routing.config(name), routing.state.settings
     asked = Asked(config.budget, config.fixed_threshold, cast(float, config.gate_temperature))
     executor = settings.executor
-    if routing.tuned and executor == "auto" and not GATES[config.gate_of(routing.layer_index)].static:
+    if (
+        routing.tuned
+        and executor == "auto"
+        and not GATES[config.gate_of(routing.layer_index)].static
+    ):
         executor = routing.tuned.get((name, *shape_class(*rows)), executor)
     told = settings.in_full is not None
-    prompts_only = config.phases == "prefill" and (told or (not training and settings.selection is None))
+    prompts_only = config.phases == "prefill" and (
+        told or (not training and settings.selection is None)
+    )
     last_tokens = last_tokens if prompts_only else None
     only_last = prompts_only and not told and rows[1] <= config.last_in_full
     now = None
@@ -134,7 +140,12 @@ def plan_of(
     stamped = asked, now
     key = (name, executor, only_last, settings.budget, settings.selection)
     held = routing.derived.get(key)
-    if held is None or held[0] != stamped or held[1].config is not config or held[2] != routing.prompts:
+    if (
+        held is None
+        or held[0] != stamped
+        or held[1].config is not config
+        or held[2] != routing.prompts
+    ):
         if len(routing.derived) > _KEPT_PLANS:
             routing.derived.clear()
         made = make_plan(routing, name, config, asked, training, executor, only_last=only_last)
@@ -187,7 +198,9 @@ def make_plan(
         rule = "predictor" if config.causal_rule == "predictor" else "threshold"
     mix = _mix_of(gate, config.scale_by_gate, rule)
     everything = not training and rule == "threshold" and mix == "hard" and budget >= 1.0
-    everything = everything and asked.fixed_threshold is None and not gate.exits and replayed is None
+    everything = (
+        everything and asked.fixed_threshold is None and not gate.exits and replayed is None
+    )
     if only_last:
         mix = "hard"
         if replayed is None:  # as with a budget of 1, whatever decides elsewhere
@@ -233,7 +246,9 @@ def _mix_of(gate: type[Gate], scale_by_gate: bool, rule: str) -> str:
     return "soft" if rule == "soft" else "hard"
 
 
-def _extras(routing: Routing, name: str, gate: type[Gate], target: TargetTraits, training: bool) -> tuple[str, ...]:
+def _extras(
+    routing: Routing, name: str, gate: type[Gate], target: TargetTraits, training: bool
+) -> tuple[str, ...]:
     extras = gate.outputs
     if name in routing.depth_route_predictor:
         extras += ("predicted",)

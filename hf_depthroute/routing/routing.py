@@ -44,7 +44,12 @@ class Routing(nn.Module, BaseTunerLayer):
         state: The model's settings at run time, shared by all layers.
     """
 
-    adapter_layer_names = ("depth_route_gate", "depth_route_branch", "depth_route_predictor", "depth_route_memory")
+    adapter_layer_names = (
+        "depth_route_gate",
+        "depth_route_branch",
+        "depth_route_predictor",
+        "depth_route_memory",
+    )
     other_param_names = ("depth_route_target", "depth_route_quantiles", "depth_route_controller")
 
     # BaseTunerLayer's properties look them up on `base_layer`, which does not exist here.
@@ -70,7 +75,9 @@ class Routing(nn.Module, BaseTunerLayer):
         self.ffn_bias = any(name.endswith("bias") for name in ffn_parameters)
         # Not fused experts.
         self.dense_ffn = all(parameter.ndim < 3 for parameter in ffn_parameters.values())
-        self.ffn_width = max((p.numel() // self.width for p in ffn_parameters.values()), default=0) or 1
+        self.ffn_width = (
+            max((p.numel() // self.width for p in ffn_parameters.values()), default=0) or 1
+        )
         self.peft_configs = peft_configs
         self.state = state
         self.merged_adapters: list[str] = []
@@ -123,7 +130,9 @@ class Routing(nn.Module, BaseTunerLayer):
             memory = NgramMemory(self.width, config, self.layer_index)
             self.depth_route_memory[name] = self._initialised(memory, config, "memory")
         if config.causal_rule == "predictor":
-            self.depth_route_predictor[name] = self._initialised(MLPGate(self.width, config), config, "predictor")
+            self.depth_route_predictor[name] = self._initialised(
+                MLPGate(self.width, config), config, "predictor"
+            )
         if config.selection == "controller" and kind == config.gate:
             self.depth_route_controller[name] = BudgetController()
         self.depth_route_quantiles[name] = ScoreQuantiles(cast(float, config.gate_temperature))
@@ -167,7 +176,9 @@ class Routing(nn.Module, BaseTunerLayer):
         """As `adapter`, whether or not routing is turned off."""
         names = [name for name in self.active_adapters if name in self.depth_route_gate]
         if len(names) > 1:
-            raise ValueError(f"only one depth-routed adapter can be active, not {', '.join(names)}; use set_adapter")
+            raise ValueError(
+                f"only one depth-routed adapter can be active, not {', '.join(names)}; use set_adapter"
+            )
         if names:
             return names[0]
         return None
@@ -208,7 +219,9 @@ class Routing(nn.Module, BaseTunerLayer):
 
     def active_controller(self) -> BudgetController | None:
         """The controller of the adapter that routes this layer now; None if it has none."""
-        return cast("BudgetController | None", self.depth_route_controller._modules.get(self.active_name()))
+        return cast(
+            "BudgetController | None", self.depth_route_controller._modules.get(self.active_name())
+        )
 
     def experts_of(self, layer: Any) -> nn.Module:
         """The fused experts of the decoder layer."""
@@ -244,7 +257,9 @@ class Routing(nn.Module, BaseTunerLayer):
         A gate that is not trained is a given: no gradient goes through its scores into the layers before it.
         """
         gate = self.gate(plan.adapter)
-        if torch.is_grad_enabled() and not any(parameter.requires_grad for parameter in gate.parameters()):
+        if torch.is_grad_enabled() and not any(
+            parameter.requires_grad for parameter in gate.parameters()
+        ):
             x = x.detach()
         out: dict[str, torch.Tensor] = gate(x)
         if plan.adapter in self.depth_route_predictor:
@@ -313,7 +328,9 @@ class Routing(nn.Module, BaseTunerLayer):
 
     def forget_tuned(self, adapter_name: str) -> None:
         """Leave the choice of executors for this adapter to the table again."""
-        self.tuned = {key: executor for key, executor in self.tuned.items() if key[0] != adapter_name}
+        self.tuned = {
+            key: executor for key, executor in self.tuned.items() if key[0] != adapter_name
+        }
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Nothing to merge here; other methods on the same model call it on every tuner layer."""
@@ -321,14 +338,20 @@ class Routing(nn.Module, BaseTunerLayer):
     def unmerge(self) -> None:
         """See `merge`."""
 
-    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+    def _move_adapter_to_device_of_base_layer(
+        self, adapter_name: str, device: torch.device | None = None
+    ) -> None:
         if device is None:
             target = device_of(self._norms[0]["ffn"][0], *self._ffn)
         else:
             target = device
-        groups = [getattr(self, group) for group in self.adapter_layer_names + self.other_param_names]
+        groups = [
+            getattr(self, group) for group in self.adapter_layer_names + self.other_param_names
+        ]
         for part in [group[adapter_name] for group in groups if adapter_name in group]:
-            if target.type != "meta" and not any(parameter.is_meta for parameter in part.parameters()):
+            if target.type != "meta" and not any(
+                parameter.is_meta for parameter in part.parameters()
+            ):
                 part.to(target)
 
     def _initialised(self, module: Any, config: DepthRouteConfig, part: str) -> nn.Module:

@@ -56,7 +56,9 @@ def routings_of(model: nn.Module) -> list[Routing]:
     """
     stack = routed_stack(model)
     if stack is None:
-        raise ValueError(f"{type(model).__name__} has no routed layer; wrap it with get_depth_routed_model first")
+        raise ValueError(
+            f"{type(model).__name__} has no routed layer; wrap it with get_depth_routed_model first"
+        )
     return list(stack.routed)
 
 

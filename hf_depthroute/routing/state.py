@@ -126,7 +126,9 @@ class RunState:
         try:
             yield
         finally:
-            self._thread.change(tuple(other for other in self._thread.changes if other is not changes))
+            self._thread.change(
+                tuple(other for other in self._thread.changes if other is not changes)
+            )
 
     def __reduce__(self) -> tuple[type[RunState], tuple[()]]:
         return RunState, ()

@@ -158,7 +158,10 @@ def threshold_table(scores: torch.Tensor) -> torch.Tensor:
 def table_through(knots: Mapping[float, float], fixed: float, size: int) -> torch.Tensor:
     """A table `[size]` through the knots `{level: score}`, linear in between, never falling, exact at level `fixed`."""
     levels = np.array(sorted(knots))
-    scores, middle = np.array([knots[level] for level in levels]), int(np.searchsorted(levels, fixed))
+    scores, middle = (
+        np.array([knots[level] for level in levels]),
+        int(np.searchsorted(levels, fixed)),
+    )
     _never_falling(scores, middle, middle)
     table = np.interp(np.linspace(0, 1, size), levels, scores)
     position = fixed * (size - 1)
@@ -194,6 +197,8 @@ def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[to
         device = tables[0].device
         counts_C1 = torch.stack([count.to(device) for count in counts])[:, None].float()
         tables_CQ = torch.stack([table.to(device) for table in tables])
-        shared = sum_over_processes(torch.cat([tables_CQ.nan_to_num() * counts_C1, counts_C1], dim=1))
+        shared = sum_over_processes(
+            torch.cat([tables_CQ.nan_to_num() * counts_C1, counts_C1], dim=1)
+        )
         tables = list(shared[:, :-1] / shared[:, -1:])  # NaN where no process has a real token
     return tables * len(records) if pooled else tables

@@ -54,7 +54,9 @@ class RouteRecord:
         extras = self.__dict__.get("extras", {})
         if name in extras:
             return extras[name]
-        raise AttributeError(f"this record has no {name!r}; it has mask, scores, probs, {', '.join(extras)}")
+        raise AttributeError(
+            f"this record has no {name!r}; it has mask, scores, probs, {', '.join(extras)}"
+        )
 
     @property
     def real(self) -> torch.Tensor:
@@ -80,7 +82,9 @@ class RouteTrace(Mapping[int, RouteRecord]):
 
     make_view: ClassVar[Callable[..., Any]]
 
-    def __init__(self, records: Mapping[int, RouteRecord] | None = None, routings: Sequence[Routing] = ()) -> None:
+    def __init__(
+        self, records: Mapping[int, RouteRecord] | None = None, routings: Sequence[Routing] = ()
+    ) -> None:
         self._records: dict[int, RouteRecord] = dict(records or {})
         self.routings = tuple(routings)
         self.with_graph = False
@@ -119,7 +123,12 @@ class RouteTrace(Mapping[int, RouteRecord]):
 
     def positions(self, start: int, stop: int) -> RouteTrace:
         """The part of the trace at positions `start:stop`, to replay a longer run piece by piece."""
-        return RouteTrace({i: _combined([record], lambda parts: parts[0][:, start:stop]) for i, record in self.items()})
+        return RouteTrace(
+            {
+                i: _combined([record], lambda parts: parts[0][:, start:stop])
+                for i, record in self.items()
+            }
+        )
 
     def show(
         self,
@@ -150,7 +159,12 @@ class RouteTrace(Mapping[int, RouteRecord]):
     @staticmethod
     def cat(traces: list[RouteTrace]) -> RouteTrace:
         """Join traces of consecutive positions, such as the steps of a generation."""
-        return RouteTrace({i: _combined([trace[i] for trace in traces], partial(torch.cat, dim=1)) for i in traces[0]})
+        return RouteTrace(
+            {
+                i: _combined([trace[i] for trace in traces], partial(torch.cat, dim=1))
+                for i in traces[0]
+            }
+        )
 
 
 class RouteCounter:
@@ -170,7 +184,9 @@ class RouteCounter:
     def full_ratio(self) -> dict[int, float]:
         """`{layer_index: fraction of real tokens that ran full}`, over everything counted."""
         sums: dict[int, tuple[int, int]] = {}
-        for counts in each_of_all({index: (int(full), int(seen)) for index, (full, seen) in self._counts.items()}):
+        for counts in each_of_all(
+            {index: (int(full), int(seen)) for index, (full, seen) in self._counts.items()}
+        ):
             for index, (full, seen) in counts.items():
                 others = sums.get(index, (0, 0))
                 sums[index] = full + others[0], seen + others[1]
@@ -249,15 +265,21 @@ def full_depth(model: nn.Module) -> AbstractContextManager[None]:
     return stack.state.override(layers=frozenset())
 
 
-def _combined(records: Sequence[RouteRecord], combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> RouteRecord:
+def _combined(
+    records: Sequence[RouteRecord], combine: Callable[[list[torch.Tensor]], torch.Tensor]
+) -> RouteRecord:
     """One record whose tensors are those of `records`, put together by `combine`."""
     known = any(record.token_mask is not None for record in records)
-    masks = [r.mask.new_ones(r.mask.shape[:2]) if r.token_mask is None else r.token_mask for r in records]
+    masks = [
+        r.mask.new_ones(r.mask.shape[:2]) if r.token_mask is None else r.token_mask for r in records
+    ]
     return replace(
         records[0],
         mask=combine([record.mask for record in records]),
         scores=combine([record.scores for record in records]),
         probs=combine([record.probs for record in records]),
         token_mask=combine(masks) if known else None,
-        extras={name: combine([record.extras[name] for record in records]) for name in records[0].extras},
+        extras={
+            name: combine([record.extras[name] for record in records]) for name in records[0].extras
+        },
     )

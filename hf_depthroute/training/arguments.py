@@ -145,7 +145,9 @@ class RoutingArguments:
             raise ConfigError(f"loss_weights={given!r} must map names of losses to weights")
         for name in given or {}:
             if hasattr(self, f"{name}_weight"):
-                raise ConfigError(f"loss_weights: {name!r} has an argument of its own; use {name}_weight")
+                raise ConfigError(
+                    f"loss_weights: {name!r} has an argument of its own; use {name}_weight"
+                )
             if name not in LOSSES:
                 known = ", ".join(dict.fromkeys((*OWN_LOSSES, *LOSSES)))
                 raise ConfigError(
@@ -153,17 +155,36 @@ class RoutingArguments:
                 )
         self.loss_weights = given
         numbers = {f"{name}_weight": weight for name, weight in self.weights().items()}
-        for name, number in (numbers | {"alive_min": self.alive_min, "controller_step": self.controller_step}).items():
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
+        for name, number in (
+            numbers | {"alive_min": self.alive_min, "controller_step": self.controller_step}
+        ).items():
+            if (
+                isinstance(number, bool)
+                or not isinstance(number, (int, float))
+                or not 0 <= number < float("inf")
+            ):
                 raise ConfigError(f"{name}={number!r} must be a finite number of at least 0")
-        for name, allowed in {"oracle": ("none", *ORACLES), "jepa_targets": ("paired", "deranged")}.items():
+        for name, allowed in {
+            "oracle": ("none", *ORACLES),
+            "jepa_targets": ("paired", "deranged"),
+        }.items():
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not supported; use one of: {', '.join(allowed)}")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not supported; use one of: {', '.join(allowed)}"
+                )
         if not 0 < self.temperature_start < float("inf"):
-            raise ConfigError(f"temperature_start={self.temperature_start!r} must be a finite number above 0")
+            raise ConfigError(
+                f"temperature_start={self.temperature_start!r} must be a finite number above 0"
+            )
         if not 0 <= self.oracle_gamma <= 1:
             raise ConfigError(f"oracle_gamma={self.oracle_gamma!r} must be a number in [0, 1]")
-        least = {"oracle_window": 1, "oracle_interval": 1, "cgs_interval": 1, "oracle_warmup": 0, "cgs_warmup": 0}
+        least = {
+            "oracle_window": 1,
+            "oracle_interval": 1,
+            "cgs_interval": 1,
+            "oracle_warmup": 0,
+            "cgs_warmup": 0,
+        }
         least |= {"budget_schedule_steps": 0, "temperature_schedule_steps": 0}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
@@ -185,4 +206,6 @@ class RoutingArguments:
         return self.uses_oracle() or self.cgs_weight > 0 or self.distill_weight > 0
 
 
-OWN_LOSSES = [f.name.removesuffix("_weight") for f in fields(RoutingArguments) if f.name.endswith("_weight")]
+OWN_LOSSES = [
+    f.name.removesuffix("_weight") for f in fields(RoutingArguments) if f.name.endswith("_weight")
+]

@@ -38,26 +38,40 @@ class RoutingCallback(TrainerCallback):
     objective: RoutingObjective  # while training runs, and `begun` is not 0
     begun = 0.0
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         self.begun = time.monotonic()
         self._remember(args, state, kwargs)
 
-    def _remember(self, args: TrainingArguments, state: TrainerState, given: dict[str, Any]) -> None:
+    def _remember(
+        self, args: TrainingArguments, state: TrainerState, given: dict[str, Any]
+    ) -> None:
         """Note the run so far with the model, for the card of a checkpoint or of the end."""
         model = given["model"]
         dataset = known(lambda: given["train_dataloader"].dataset)
-        remember_training(model, training_record(args, state, model, dataset, time.monotonic() - self.begun))
+        remember_training(
+            model, training_record(args, state, model, dataset, time.monotonic() - self.begun)
+        )
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         self.objective.schedule(state.global_step)
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         self.objective.check_finite(state.global_step + 1, gradients=not args.fp16)
 
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         self.objective.after_step()
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
         if self.begun and "loss" in (logs or ()):
             self.objective.note_shares()
             metrics = self.objective.pop_metrics()
@@ -66,11 +80,15 @@ class RoutingCallback(TrainerCallback):
         if self.begun:
             self._remember(args, state, kwargs)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         self._remember(args, state, kwargs)
         self.objective.note_shares()
         self.restore()
-        missed = missed_budget(active_routings(self.objective.model)[0].active_config(), state.log_history)
+        missed = missed_budget(
+            active_routings(self.objective.model)[0].active_config(), state.log_history
+        )
         if missed is not None and state.is_world_process_zero:
             say(missed)
 
@@ -94,22 +112,32 @@ class DepthRouteCallback(RoutingCallback):
         arguments: Weights and schedules; by default those among the trainer's arguments, else the defaults.
     """
 
-    def __init__(self, trainer: Trainer | None = None, arguments: RoutingArguments | None = None) -> None:
+    def __init__(
+        self, trainer: Trainer | None = None, arguments: RoutingArguments | None = None
+    ) -> None:
         self.trainer = trainer
         self.arguments = arguments
         if arguments is not None:
             arguments.check()
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         if self.trainer is None:
-            raise RuntimeError("DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)")
-        arguments = self.arguments or (args if isinstance(args, RoutingArguments) else RoutingArguments())
+            raise RuntimeError(
+                "DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)"
+            )
+        arguments = self.arguments or (
+            args if isinstance(args, RoutingArguments) else RoutingArguments()
+        )
         trainer = self.trainer
         self.objective = RoutingObjective(arguments, kwargs["model"])
         trainer.callback_handler.callbacks.remove(self)
         # Adds to the logs before integrations read them.
         trainer.callback_handler.callbacks.insert(0, self)
-        trainer.__dict__["compute_loss"] = partial(routed_loss, self.objective, trainer, trainer.compute_loss)
+        trainer.__dict__["compute_loss"] = partial(
+            routed_loss, self.objective, trainer, trainer.compute_loss
+        )
         super().on_train_begin(args, state, control, **kwargs)
 
     def restore(self) -> None:
@@ -159,7 +187,9 @@ def routed_loss(
         if fused is None:
             logits = getattr(outputs, "logits", None)
         if objective.arguments.distill_weight > 0 and not is_standard(plain):
-            assert watched.prefix is not None and watched.prefix.final is not None, "no forward pass was observed"
+            assert watched.prefix is not None and watched.prefix.final is not None, (
+                "no forward pass was observed"
+            )
             logits = watched.prefix.lm_head(watched.prefix.final)
         loss = objective(lm, watched, share, labels, logits)
     if return_outputs:
@@ -178,7 +208,9 @@ def _as_deployed(trainer: Trainer, model: nn.Module) -> Iterator[None]:
     if not hasattr(trainer, "ref_model") or any(GATES[config.gate].soft for config in configs):
         yield
         return
-    with state_of(model).override(selection="predictor" if configs[0].causal_rule == "predictor" else "threshold"):
+    with state_of(model).override(
+        selection="predictor" if configs[0].causal_rule == "predictor" else "threshold"
+    ):
         yield
 
 
@@ -228,7 +260,10 @@ def provided(trainer: Trainer) -> Iterator[None]:
         if isinstance(callback, DepthRouteCallback):
             callback.trainer = trainer
     if not ours and _trains_routers(routings):
-        logger.info("%s trains a routed model: added DepthRouteCallback, default weights", type(trainer).__name__)
+        logger.info(
+            "%s trains a routed model: added DepthRouteCallback, default weights",
+            type(trainer).__name__,
+        )
         ours.append(DepthRouteCallback(trainer))
         trainer.add_callback(ours[0])
     if ours and trainer.args.n_gpu > 1:
@@ -247,4 +282,6 @@ def provided(trainer: Trainer) -> Iterator[None]:
 
 
 def _trains_routers(routings: list[Routing]) -> bool:
-    return any(p.requires_grad for routing in routings for p in routing.depth_route_gate.parameters())
+    return any(
+        p.requires_grad for routing in routings for p in routing.depth_route_gate.parameters()
+    )

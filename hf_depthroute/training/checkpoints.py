@@ -35,7 +35,9 @@ def mark_complete(folder: Path) -> None:
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MARKER]
     for file in files:
         sync(file)
-    write_json(folder / MARKER, {str(f.relative_to(folder)): f.stat().st_size for f in files}, indent=None)
+    write_json(
+        folder / MARKER, {str(f.relative_to(folder)): f.stat().st_size for f in files}, indent=None
+    )
 
 
 def fault_of(folder: Path) -> str | None:
@@ -86,7 +88,9 @@ def read_routing_state(path: Path) -> dict[str, float]:
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a run, whole or not, the latest first."""
     start = f"{PREFIX_CHECKPOINT_DIR}-"
-    found = [c for c in folder.glob(f"{start}*") if c.is_dir() and c.name.removeprefix(start).isdecimal()]
+    found = [
+        c for c in folder.glob(f"{start}*") if c.is_dir() and c.name.removeprefix(start).isdecimal()
+    ]
     return sorted(found, key=lambda c: (int(c.name.removeprefix(start)), c), reverse=True)
 
 
@@ -104,13 +108,17 @@ def last_complete(folder: Path) -> tuple[Path | None, list[str]]:
         skipped.append(f"{checkpoint.name}: {fault}")
     if skipped:
         faults = "; ".join(skipped[:3])
-        raise CheckpointError(f"{folder}: no checkpoint is whole ({faults}); start again without resuming")
+        raise CheckpointError(
+            f"{folder}: no checkpoint is whole ({faults}); start again without resuming"
+        )
     return None, skipped
 
 
 def last_whole(folder: Path) -> Path | None:
     """The latest whole checkpoint of a run; None if there is none."""
-    return next((checkpoint for checkpoint in checkpoints_in(folder) if fault_of(checkpoint) is None), None)
+    return next(
+        (checkpoint for checkpoint in checkpoints_in(folder) if fault_of(checkpoint) is None), None
+    )
 
 
 def check_complete(folder: Path) -> None:

@@ -81,13 +81,17 @@ def exit_loss(inputs: LossInputs) -> torch.Tensor | None:
     return exit_cross_entropy(exits, inputs.labels, exits.token_mask)
 
 
-def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Tensor | None) -> torch.Tensor:
+def exit_cross_entropy(
+    exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Tensor | None
+) -> torch.Tensor:
     """`exit_loss` over the predicted tokens of all processes; the backward pass makes each layer's logits again."""
     counted_BT = predicting(labels_BT, real_BT)
     targets_N = labels_BT[:, 1:][counted_BT]
     losses: list[Any] = []
     for stream_BTd in exits.values():
         rows_Nd = stream_BTd[:, :-1][counted_BT.to(stream_BTd.device)]
-        losses.append(checkpoint(exits.lm_head.token_losses, rows_Nd, targets_N, use_reentrant=False))
+        losses.append(
+            checkpoint(exits.lm_head.token_losses, rows_Nd, targets_N, use_reentrant=False)
+        )
     losses_CN = stack(losses)
     return token_mean(losses_CN, torch.ones_like(losses_CN, dtype=torch.bool)).mean()

@@ -56,10 +56,15 @@ class Prefix:
         # Forks call parts of layers, past the hooks of whatever moves or gathers weights around a whole layer.
         modules = [*self.layers, self.lm_head.norm, self.lm_head.head]
         parameters = [parameter for module in modules for parameter in module.parameters()]
-        if any(hasattr(parameter, "ds_id") or hasattr(parameter, "placements") for parameter in parameters):
+        if any(
+            hasattr(parameter, "ds_id") or hasattr(parameter, "placements")
+            for parameter in parameters
+        ):
             raise ValueError("oracle and distill losses do not work under FSDP or ZeRO-3; use DDP")
         if len({parameter.device for parameter in parameters}) > 1:
-            raise ValueError("oracle and distill losses do not work with a model that is split over several devices")
+            raise ValueError(
+                "oracle and distill losses do not work with a model that is split over several devices"
+            )
         self.hidden: torch.Tensor | None = None
         self.final: torch.Tensor | None = None
         self.training = False
@@ -126,7 +131,9 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
         if not prefix.passed_over():
             prefix.final = hidden_of(output)
 
-    handles = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in prefix.layers]
+    handles = [
+        layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in prefix.layers
+    ]
     with hooked([*handles, prefix.layers[-1].register_forward_hook(keep_end)]):
         try:
             yield prefix
@@ -169,7 +176,9 @@ def run_forks(
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
         _check_forkable(plan)
-        call = routed_call(layer, replace(plan, training=False), h, context, kwargs, decides=on_policy)
+        call = routed_call(
+            layer, replace(plan, training=False), h, context, kwargs, decides=on_policy
+        )
         if plan.gate.static:  # there is one path
             streams_FBTd = call.finish(call.cheap()).view_as(streams_FBTd)
             continue
@@ -185,7 +194,12 @@ def run_forks(
             streams_FBTd = torch.cat([streams_FBTd, new_KBTd])
             # What is not routed reads the layer's input, for a new stream the trunk's.
             if routing.family.parallel:
-                call = replace(call, stream=torch.cat([call.stream, call.stream[:batch].repeat(len(new_KBTd), 1, 1)]))
+                call = replace(
+                    call,
+                    stream=torch.cat(
+                        [call.stream, call.stream[:batch].repeat(len(new_KBTd), 1, 1)]
+                    ),
+                )
             if routing.family.parallel or call.target.finish_attends:
                 call = replace(call, kwargs=_repeated(observed, batch, len(streams_FBTd)))
         streams_FBTd = call.finish(streams_FBTd.flatten(0, 1)).unflatten(0, (-1, batch))
@@ -222,7 +236,9 @@ def _check_forkable(plan: RoutePlan) -> None:
     for name, bad in refused.items():
         if bad:
             fault = f"{name}={getattr(config, name)!r}"
-            raise ValueError(f"util, rank and cgs need a choice per token and layer; they do not support {fault}")
+            raise ValueError(
+                f"util, rank and cgs need a choice per token and layer; they do not support {fault}"
+            )
 
 
 def fork_losses(
@@ -238,7 +254,9 @@ def fork_losses(
     return losses_FBT, counted_BT
 
 
-def divergence_from_dense(prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+def divergence_from_dense(
+    prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: torch.Tensor
+) -> torch.Tensor:
     """Mean over the predicted tokens of all processes of `KL(dense || routed)`, in nats; differentiable in the logits.
 
     The dense model is this one with every routed layer full, so the teacher costs no weights of its own.
@@ -252,7 +270,9 @@ def divergence_from_dense(prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: t
     for rows, logits in prefix.lm_head.chunks(rows_Nd, student_NV):
         with prefix.replaying():
             target = prefix.lm_head(rows).float().log_softmax(-1)
-        total = total + F.kl_div(logits.float().log_softmax(-1), target, reduction="sum", log_target=True)
+        total = total + F.kl_div(
+            logits.float().log_softmax(-1), target, reduction="sum", log_target=True
+        )
     return mean_of_all(total[None], counted_BT.sum()[None].to(total.dtype))[0]
 
 
@@ -283,6 +303,12 @@ def _repeat(value: Any, batch: int, count: int) -> Any:
         return tuple(_repeat(part, batch, count) for part in value)
     if hasattr(value, "kv_num_blocks"):
         raise ValueError("the oracle does not support flex attention; use sdpa or eager")
-    if count == 1 or not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[0] != batch or batch == 1:
+    if (
+        count == 1
+        or not isinstance(value, torch.Tensor)
+        or value.ndim < 2
+        or value.shape[0] != batch
+        or batch == 1
+    ):
         return value
     return value.repeat(count, *[1] * (value.ndim - 1))

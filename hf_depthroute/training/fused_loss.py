@@ -86,7 +86,9 @@ class FusedLoss:
         """transformers' `ForCausalLMLoss`, with the hidden states `[B, T, d]` in place of the logits."""
         if self._is_other_thread():
             items = cast(torch.Tensor | None, num_items_in_batch)  # transformers takes numbers too
-            return ForCausalLMLoss(logits, labels, vocab_size, items, ignore_index, shift_labels, **kwargs)
+            return ForCausalLMLoss(
+                logits, labels, vocab_size, items, ignore_index, shift_labels, **kwargs
+            )
         if logits is not self._passed:
             raise RuntimeError(
                 f"{type(self._base).__name__} changes its logits between the LM head and the loss, which a fused loss "
@@ -96,7 +98,9 @@ class FusedLoss:
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         head = self._head
-        total, count = fused_cross_entropy(logits, shift_labels.to(logits.device), head.weight, head.bias, ignore_index)
+        total, count = fused_cross_entropy(
+            logits, shift_labels.to(logits.device), head.weight, head.bias, ignore_index
+        )
         # The mean over no target is NaN, as it is there, and its gradient zero.
         if num_items_in_batch is None:
             return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
@@ -121,7 +125,10 @@ def fused_loss_obstacle(model: nn.Module) -> str | None:
     change = logit_change(base)
     if change is not None:
         return f"the model changes its logits after the LM head ({change[0]} {change[1]:g})"
-    if "_loss_function" in base.__dict__ or getattr(base, "loss_function", None) is not ForCausalLMLoss:
+    if (
+        "_loss_function" in base.__dict__
+        or getattr(base, "loss_function", None) is not ForCausalLMLoss
+    ):
         return "the model has a loss function of its own"
     if type(head) is not nn.Linear or "forward" in head.__dict__:
         return "the LM head is not a plain linear layer"
@@ -164,14 +171,19 @@ def fused_cross_entropy(
         dtype = hidden.dtype
     targets_N = targets.reshape(-1)
     with torch.autocast(device, enabled=False):
-        operands = [None if x is None else x.to(dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), weight, bias)]
+        operands = [
+            None if x is None else x.to(dtype)
+            for x in (hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+        ]
         kernel = None
         if device == "cuda" and not torch.compiler.is_compiling():
             kernel = _liger_sum()
         if kernel is not None:
             total = kernel(*operands, targets_N, ignore_index)
         else:
-            wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in operands]
+            wanted = [
+                x is not None and x.requires_grad and torch.is_grad_enabled() for x in operands
+            ]
             total, *_ = _chunked_cross_entropy(*operands, targets_N, ignore_index, wanted)
     return total, (targets_N != ignore_index).sum()
 
@@ -192,21 +204,27 @@ def _chunked_cross_entropy(
     wanted: list[bool],
 ) -> tuple[torch.Tensor, ...]:
     """The sum of the cross-entropies, and its gradients where `wanted`; elsewhere an empty tensor."""
-    total, grad_hidden_Nd, grad_weight_Vd, grad_bias_V = _results(hidden_Nd, weight_Vd, bias_V, wanted)
+    total, grad_hidden_Nd, grad_weight_Vd, grad_bias_V = _results(
+        hidden_Nd, weight_Vd, bias_V, wanted
+    )
     counted_N = targets_N != ignore_index
     rows_N = torch.arange(len(targets_N), device=targets_N.device)
     # Elsewhere, to know how many there are would be to wait for the device.
     if hidden_Nd.device.type == "cpu":
         rows_N = counted_N.nonzero().squeeze(-1)
     for rows_n in rows_N.split(max(1, _LOGITS.get(hidden_Nd.device.type, 2**24) // len(weight_Vd))):
-        rows_nd, targets_n, counted_n = (x.index_select(0, rows_n) for x in (hidden_Nd, targets_N, counted_N))
+        rows_nd, targets_n, counted_n = (
+            x.index_select(0, rows_n) for x in (hidden_Nd, targets_N, counted_N)
+        )
         # In place on one buffer: logits, exponentials, probabilities, the gradient of the sum by the logits.
         buffer_nV = F.linear(rows_nd, weight_Vd, bias_V).float()
         at = targets_n.clamp(min=0)[:, None]  # what is ignored may be negative
         reached_n1 = buffer_nV.gather(1, at)
         largest_n1 = buffer_nV.amax(-1, keepdim=True)
         sums_n1 = buffer_nV.sub_(largest_n1).exp_().sum(-1, keepdim=True)
-        total += (largest_n1 + sums_n1.log() - reached_n1).squeeze(1).masked_fill(~counted_n, 0.0).sum()
+        total += (
+            (largest_n1 + sums_n1.log() - reached_n1).squeeze(1).masked_fill(~counted_n, 0.0).sum()
+        )
         if any(wanted):
             buffer_nV.mul_(counted_n[:, None] / sums_n1)
             buffer_nV.scatter_add_(1, at, -counted_n[:, None].float())
@@ -244,7 +262,12 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tenso
 def _scale_gradients(ctx: Any, grad: torch.Tensor, *unused: Any) -> tuple[torch.Tensor | None, ...]:
     # The scale of the loss comes last, so that float16 gradients do not underflow before a loss scaler is applied.
     kept = zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted)
-    return *((gradient * grad).to(dtype) if wants else None for gradient, dtype, wants in kept), None, None, None
+    return (
+        *((gradient * grad).to(dtype) if wants else None for gradient, dtype, wants in kept),
+        None,
+        None,
+        None,
+    )
 
 
 _chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gradients)
@@ -254,11 +277,15 @@ _chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_g
 def _liger_sum() -> Any:
     """`liger-kernel`'s `(hidden, weight, bias, targets, ignore_index) -> sum of losses`; None if it is absent."""
     try:
-        from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+        from liger_kernel.transformers.fused_linear_cross_entropy import (
+            LigerFusedLinearCrossEntropyLoss,
+        )
     except ImportError:
         return None
 
-    def total(hidden_Nd: Any, weight_Vd: Any, bias_V: Any, targets_N: Any, ignore_index: int) -> Any:
+    def total(
+        hidden_Nd: Any, weight_Vd: Any, bias_V: Any, targets_N: Any, ignore_index: int
+    ) -> Any:
         loss: Any = LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum")
         return loss(weight_Vd, hidden_Nd, targets_N, bias_V)
 

@@ -25,7 +25,9 @@ class Lines:
 
     begun, first_step = 0.0, 0
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         self.begun = time.monotonic()
         self.first_step = state.global_step
         super().on_train_begin(args, state, control, **kwargs)  # type: ignore[misc]
@@ -42,7 +44,9 @@ class Lines:
 class LinePrinter(Lines, PrinterCallback):
     """transformers' `PrinterCallback` with a readable line instead of the whole log entry."""
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
         if state.is_local_process_zero and logs:
             say(self.line(state, logs))
 
@@ -50,7 +54,9 @@ class LinePrinter(Lines, PrinterCallback):
 class LineProgress(Lines, ProgressCallback):
     """transformers' progress bar with a readable line above it instead of the whole log entry."""
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero and self.training_bar is not None and logs:
             self.training_bar.write(self.line(state, logs))
 
@@ -64,7 +70,9 @@ def print_lines(trainer: Trainer) -> None:
             callbacks[index] = replaced[type(callback)]()
 
 
-def log_line(logs: Mapping[str, Any], step: int, steps: int, seconds_left: float | None = None) -> str:
+def log_line(
+    logs: Mapping[str, Any], step: int, steps: int, seconds_left: float | None = None
+) -> str:
     """A log entry of the Trainer in one line: step, loss, its terms, mean share run full, mean gate probability."""
     if "train_runtime" in logs:
         speed = logs.get("train_steps_per_second")
@@ -72,16 +80,26 @@ def log_line(logs: Mapping[str, Any], step: int, steps: int, seconds_left: float
         if "train_loss" in logs:
             mean = f", mean loss {_number(logs['train_loss'])}"
         return f"trained {step} steps in {duration(logs['train_runtime'])} ({_number(speed)} steps/s){mean}"
-    rest = {name: value for name, value in logs.items() if name not in _NOT_SHOWN and "/layer_" not in name}
+    rest = {
+        name: value
+        for name, value in logs.items()
+        if name not in _NOT_SHOWN and "/layer_" not in name
+    }
     parts = [f"step {step:>{len(str(steps))}}/{steps}"]
     if "loss" in rest:
         parts.append(f"loss {_number(rest.pop('loss'))}")
     terms = [name for name in rest if name.startswith("loss_")]
     if terms:
-        parts.append(", ".join(f"{name.removeprefix('loss_')} {_number(rest.pop(name))}" for name in terms))
+        parts.append(
+            ", ".join(f"{name.removeprefix('loss_')} {_number(rest.pop(name))}" for name in terms)
+        )
     gated = {key.removeprefix("gate_prob/") for key in logs if key.startswith("gate_prob/layer_")}
     for name, form in {"full_ratio": "full {:.1%}", "gate_prob": "gate p {:.3f}"}.items():
-        of_layers = {key.removeprefix(f"{name}/"): value for key, value in logs.items() if key.startswith(f"{name}/")}
+        of_layers = {
+            key.removeprefix(f"{name}/"): value
+            for key, value in logs.items()
+            if key.startswith(f"{name}/")
+        }
         values = [float(value) for layer, value in of_layers.items() if not gated or layer in gated]
         if values:
             parts += [form.format(sum(values) / len(values))]

@@ -45,7 +45,15 @@ from .trace_statistics import (
     track_thresholds,
 )
 
-__all__ = ["LOSSES", "LossInputs", "LossTerm", "diagnostics", "mean_probability", "routing_losses", "token_mean"]
+__all__ = [
+    "LOSSES",
+    "LossInputs",
+    "LossTerm",
+    "diagnostics",
+    "mean_probability",
+    "routing_losses",
+    "token_mean",
+]
 
 
 @dataclass(frozen=True)
@@ -87,10 +95,14 @@ def jepa_loss(inputs: LossInputs) -> torch.Tensor | None:
     records = list(inputs.trace.values())
     if not all("z_full" in record.extras for record in records):
         return None
-    z_full, z_cheap = ([getattr(record, name) for record in records] for name in ("z_full", "z_cheap"))
+    z_full, z_cheap = (
+        [getattr(record, name) for record in records] for name in ("z_full", "z_cheap")
+    )
     if inputs.jepa_targets == "deranged":
         source = derangement(records[0].real)
-        z_full, z_cheap = ([shuffled(z, records[0].real, source) for z in targets] for targets in (z_full, z_cheap))
+        z_full, z_cheap = (
+            [shuffled(z, records[0].real, source) for z in targets] for targets in (z_full, z_cheap)
+        )
     per_layer = [
         2 - cosine(record.q_full, full) - cosine(record.q_cheap, cheap)
         for record, full, cheap in zip(records, z_full, z_cheap)
@@ -140,7 +152,12 @@ def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
     if not has_budget(inputs.trace):
         return None
     records = inputs.trace.values()
-    masks = stack([record.mask.to(record.probs.dtype) - record.probs.detach() + record.probs for record in records])
+    masks = stack(
+        [
+            record.mask.to(record.probs.dtype) - record.probs.detach() + record.probs
+            for record in records
+        ]
+    )
     budget = sum(record.budget for record in records) / len(records)
     return F.relu(token_mean(masks, real_tokens(inputs.trace)).mean() - budget)
 
@@ -169,9 +186,13 @@ def _labels_loss(inputs: LossInputs, name: str, sign: int) -> torch.Tensor | Non
     records = list(inputs.trace.values())
     if not has_budget(inputs.trace) or not all(name in record.extras for record in records):
         return None
-    labels_CBT = stack([topk_mask(sign * getattr(record, name), record.budget, record.real) for record in records])
+    labels_CBT = stack(
+        [topk_mask(sign * getattr(record, name), record.budget, record.real) for record in records]
+    )
     logits_CBT = gate_logits(inputs.trace)
-    return gate_cross_entropy(logits_CBT, labels_CBT.to(logits_CBT.dtype), real_tokens(inputs.trace))
+    return gate_cross_entropy(
+        logits_CBT, labels_CBT.to(logits_CBT.dtype), real_tokens(inputs.trace)
+    )
 
 
 def predictor_loss(inputs: LossInputs) -> torch.Tensor | None:
@@ -185,12 +206,16 @@ def predictor_loss(inputs: LossInputs) -> torch.Tensor | None:
     )
 
 
-def stream_similarity(before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor) -> torch.Tensor:
+def stream_similarity(
+    before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor
+) -> torch.Tensor:
     """The cosine between the stream before and after the full path, `[B, T]`."""
     return torch.cosine_similarity(before.float(), after_full.float(), dim=-1)
 
 
-def missed_by_cheap(before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor) -> torch.Tensor:
+def missed_by_cheap(
+    before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor
+) -> torch.Tensor:
     """`|after full - after cheap|`, `[B, T]`."""
     return (after_full.float() - after_cheap.float()).norm(dim=-1)
 
@@ -267,7 +292,11 @@ def routing_losses(
 
 def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
     """The scope of the budget: every layer, or their mean."""
-    active = (routing.active_config() for routing in inputs.trace.routings if routing.layer_index in inputs.trace)
+    active = (
+        routing.active_config()
+        for routing in inputs.trace.routings
+        if routing.layer_index in inputs.trace
+    )
     scope = inputs.budget_scope or next((config.budget_scope for config in active), "layer")
     if scope == "global":
         return per_layer_C.mean()

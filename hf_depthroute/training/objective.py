@@ -65,7 +65,9 @@ class RoutingObjective:
         self._full: dict[int, torch.Tensor] = {}
         self._budgets: dict[int, float] = {}
         # Of the batches since the last optimizer step: the terms, and the scores by layer.
-        self._pending: deque[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]] = deque(maxlen=_WATCHED_BATCHES)
+        self._pending: deque[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]] = deque(
+            maxlen=_WATCHED_BATCHES
+        )
 
     @contextmanager
     def watching(self) -> Iterator[LossInputs]:
@@ -82,8 +84,18 @@ class RoutingObjective:
             if a.forks():
                 prefix = watchers.enter_context(observe_prefix(self.model))
             watches = dict.fromkeys(row.observe for row in rows)
-            seen = {watch: watchers.enter_context(watch(self.model)) for watch in watches if watch is not None}
-            yield LossInputs(trace, alive_min=a.alive_min, jepa_targets=a.jepa_targets, prefix=prefix, observed=seen)
+            seen = {
+                watch: watchers.enter_context(watch(self.model))
+                for watch in watches
+                if watch is not None
+            }
+            yield LossInputs(
+                trace,
+                alive_min=a.alive_min,
+                jepa_targets=a.jepa_targets,
+                prefix=prefix,
+                observed=seen,
+            )
 
     def __call__(
         self,
@@ -113,7 +125,9 @@ class RoutingObjective:
             if labels is None:
                 raise ValueError("the util, rank, cgs and distill losses need labels in the batch")
             if a.distill_weight > 0 and logits is None:
-                raise ValueError("the distill loss needs the model's logits; turn off what removes them")
+                raise ValueError(
+                    "the distill loss needs the model's logits; turn off what removes them"
+                )
             due = self._refreshed(prefix, labels)
         given = vars(watched) | {"trace": trace, "lm": lm, "labels": labels, "logits": logits} | due
         terms = routing_losses(**given, weights=a.weights())
@@ -121,7 +135,9 @@ class RoutingObjective:
             self._count(routing, trace[routing.layer_index])
         self._collect(terms, trace, share)
         found = {name: term.detach() for name, term in terms.items()}
-        self._pending.append((found, {index: record.scores.detach() for index, record in trace.items()}))
+        self._pending.append(
+            (found, {index: record.scores.detach() for index, record in trace.items()})
+        )
         zero = lm.new_zeros(())
         return terms.pop("lm", zero) + share * sum(terms.values(), zero)
 
@@ -130,9 +146,19 @@ class RoutingObjective:
         a = self.arguments
         step = self._step
         due: dict[str, Any] = {}
-        if a.uses_oracle() and step >= a.oracle_warmup and (step - a.oracle_warmup) % a.oracle_interval == 0:
-            due["utility"] = prefix_utility(prefix, labels, a.oracle, a.oracle_window, a.oracle_gamma)
-        if a.cgs_weight > 0 and step >= a.cgs_warmup and (step - a.cgs_warmup) % a.cgs_interval == 0:
+        if (
+            a.uses_oracle()
+            and step >= a.oracle_warmup
+            and (step - a.oracle_warmup) % a.oracle_interval == 0
+        ):
+            due["utility"] = prefix_utility(
+                prefix, labels, a.oracle, a.oracle_window, a.oracle_gamma
+            )
+        if (
+            a.cgs_weight > 0
+            and step >= a.cgs_warmup
+            and (step - a.cgs_warmup) % a.cgs_interval == 0
+        ):
             layers = [routing.layer_index for routing in gated_routings(self.model)]
             layer = layers[(step - a.cgs_warmup) // a.cgs_interval % len(layers)]
             difference = prefix_utility(prefix, labels, "on_policy", window=1, layers=[layer])
@@ -150,7 +176,9 @@ class RoutingObjective:
         temperature = config.gate_temperature
         assert temperature is not None
         state.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, config.budget)
-        state.scheduled_temperature = _ramp(step, a.temperature_schedule_steps, a.temperature_start, temperature)
+        state.scheduled_temperature = _ramp(
+            step, a.temperature_schedule_steps, a.temperature_start, temperature
+        )
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -188,13 +216,26 @@ class RoutingObjective:
         self._pending.clear()
         watched = [term.float() for terms, _ in pending for term in terms.values()]
         if gradients:
-            found = [p.grad for p in self.model.parameters() if p.requires_grad and type(p.grad) is torch.Tensor]
+            found = [
+                p.grad
+                for p in self.model.parameters()
+                if p.requires_grad and type(p.grad) is torch.Tensor
+            ]
             if found:
                 watched += [get_total_norm(found)]
         if not watched or bool(stack([value.reshape(()) for value in watched]).isfinite().all()):
             return
-        names = sorted({name for terms, _ in pending for name, term in terms.items() if not term.isfinite()})
-        layers = sorted({i for _, scores in pending for i, value in scores.items() if not value.isfinite().all()})
+        names = sorted(
+            {name for terms, _ in pending for name, term in terms.items() if not term.isfinite()}
+        )
+        layers = sorted(
+            {
+                i
+                for _, scores in pending
+                for i, value in scores.items()
+                if not value.isfinite().all()
+            }
+        )
         if names:
             what = f"loss terms {', '.join(names)}"
         else:
@@ -241,7 +282,9 @@ class RoutingObjective:
         for h in active_routings(self.model):
             if h.layer_index in self._full:
                 full, seen = self._full[h.layer_index].tolist()
-                h.active_quantiles().measured = Measured(h.active_config().budget, full / max(1, seen), "training")
+                h.active_quantiles().measured = Measured(
+                    h.active_config().budget, full / max(1, seen), "training"
+                )
 
     def freeze(self) -> None:
         """Freeze the gates where `train_gates` is off, until `end_schedule`."""
@@ -299,9 +342,14 @@ def _without_input_gradients(model: nn.Module) -> Iterator[None]:
     layer below the first routed one would keep its input, run once more and be differentiated for nothing.
     """
     decoder = stack_of(model).decoder
-    layers = (module for module in decoder.modules() if getattr(module, "gradient_checkpointing", False))
+    layers = (
+        module for module in decoder.modules() if getattr(module, "gradient_checkpointing", False)
+    )
     functions = (getattr(layer, "_gradient_checkpointing_func", None) for layer in layers)
-    reentrant = (getattr(function, "keywords", {}).get("use_reentrant") is not False for function in functions)
+    reentrant = (
+        getattr(function, "keywords", {}).get("use_reentrant") is not False
+        for function in functions
+    )
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is None or not embeddings._forward_hooks or any(reentrant):
         yield

@@ -89,10 +89,15 @@ def prefix_utility(
     valid_BT = _windowed(counted_BT.float(), window, gamma, prefix.documents) > 0
     if prefix.context.token_mask is not None:
         valid_BT = valid_BT & prefix.context.token_mask
-    return {index: UtilityLabels(difference_1BT[0], valid_BT) for index, difference_1BT in differences.items()}
+    return {
+        index: UtilityLabels(difference_1BT[0], valid_BT)
+        for index, difference_1BT in differences.items()
+    }
 
 
-def _windowed(losses: torch.Tensor, window: int, gamma: float, documents: torch.Tensor | None) -> torch.Tensor:
+def _windowed(
+    losses: torch.Tensor, window: int, gamma: float, documents: torch.Tensor | None
+) -> torch.Tensor:
     """`sum_delta gamma^delta losses[..., t + delta]`, cut off at the end of the sequence, or of a packed document."""
     summed = losses.clone()
     for delta in range(1, min(window, losses.shape[-1])):
@@ -124,7 +129,9 @@ def differences_of(
         raise ValueError(NO_LABELS)
     on_policy = kind == "on_policy"  # otherwise the trunk itself is all full
 
-    def fork(full_BTd: torch.Tensor, cheap_BTd: torch.Tensor, trunk_BTd: torch.Tensor) -> torch.Tensor:
+    def fork(
+        full_BTd: torch.Tensor, cheap_BTd: torch.Tensor, trunk_BTd: torch.Tensor
+    ) -> torch.Tensor:
         cheap_KBTd = place(cheap_BTd, trunk_BTd)
         if on_policy:
             return torch.cat([place(full_BTd, trunk_BTd), cheap_KBTd])
@@ -165,9 +172,13 @@ def rank_loss(inputs: LossInputs) -> torch.Tensor | None:
     length = scores_CBT.shape[-1]
     if length > _RANKED:
         drawn = torch.randperm(length, device=scores_CBT.device)[:_RANKED]
-        scores_CBT, labels_CBT, valid_CBT = (x[..., drawn] for x in (scores_CBT, labels_CBT, valid_CBT))
+        scores_CBT, labels_CBT, valid_CBT = (
+            x[..., drawn] for x in (scores_CBT, labels_CBT, valid_CBT)
+        )
     # The term is symmetric in i and j, so i < j is enough.
-    i, j = torch.triu_indices(scores_CBT.shape[-1], scores_CBT.shape[-1], offset=1, device=scores_CBT.device)
+    i, j = torch.triu_indices(
+        scores_CBT.shape[-1], scores_CBT.shape[-1], offset=1, device=scores_CBT.device
+    )
     order_CBP = torch.sign(labels_CBT[..., i] - labels_CBT[..., j])
     losses_CBP = F.softplus(-order_CBP * (scores_CBT[..., i] - scores_CBT[..., j]))
     return token_mean(losses_CBP, valid_CBT[..., i] & valid_CBT[..., j]).mean()
@@ -187,7 +198,11 @@ def _labelled(trace: RouteTrace, labels: Mapping[int, UtilityLabels]) -> tuple[t
     """Scores, labels and validity, each `[C, B, T]`."""
     scores_CBT = stack([record.scores for record in trace.values()])
     labels_CBT = stack([labels[index].utility for index in trace]).to(scores_CBT.device)
-    return scores_CBT, labels_CBT, stack([labels[index].valid for index in trace]).to(scores_CBT.device)
+    return (
+        scores_CBT,
+        labels_CBT,
+        stack([labels[index].valid for index in trace]).to(scores_CBT.device),
+    )
 
 
 class LabelScale:
@@ -211,7 +226,9 @@ class LabelScale:
 
     def update(self, labels: UtilityLabels) -> torch.Tensor:
         """The average with a batch's labels in it: a scalar, 1 where there never was a label."""
-        sums_2 = torch.stack([(labels.utility.abs() * labels.valid).sum(), labels.valid.sum().float()])
+        sums_2 = torch.stack(
+            [(labels.utility.abs() * labels.valid).sum(), labels.valid.sum().float()]
+        )
         self._sums = self._sums.to(sums_2) + sum_over_processes(sums_2)
         if self._sums[1] > 0:  # waits for the device, as making labels did
             size = self._sums[0] / self._sums[1]

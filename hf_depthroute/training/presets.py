@@ -178,7 +178,9 @@ def find_preset(name: str) -> Preset:
     """The row of `PRESETS`; `ConfigError` where there is none."""
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS)
-        raise ConfigError(f"there is no preset {reprlib.repr(name)}{hint}; use one of: {', '.join(PRESETS)}")
+        raise ConfigError(
+            f"there is no preset {reprlib.repr(name)}{hint}; use one of: {', '.join(PRESETS)}"
+        )
     return PRESETS[name]
 
 
@@ -195,5 +197,7 @@ def preset(name: str, **changes: Any) -> tuple[DepthRouteConfig, dict[str, Any]]
     """
     row = copy.deepcopy(find_preset(name))
     adapter = {field: value for field, value in changes.items() if field in _ADAPTER}
-    training = {field: value for field, value in changes.items() if field not in _ADAPTER or field == "seed"}
+    training = {
+        field: value for field, value in changes.items() if field not in _ADAPTER or field == "seed"
+    }
     return DepthRouteConfig(**{**row.adapter, **adapter}), {**row.training, **training}

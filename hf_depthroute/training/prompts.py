@@ -64,7 +64,11 @@ def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
         labels_BT = labels_BT.masked_fill(starts_BT, 0)
     behind_BT = F.pad(predicting(labels_BT, mask), (0, 1))
     before_BT = F.pad(behind_BT.cumsum(1), (1, 0))
-    ends_T = torch.arange(labels_BT.shape[1], device=labels_BT.device).add(tail).clamp(max=labels_BT.shape[1])
+    ends_T = (
+        torch.arange(labels_BT.shape[1], device=labels_BT.device)
+        .add(tail)
+        .clamp(max=labels_BT.shape[1])
+    )
     soon_BT = before_BT[:, ends_T] > before_BT[:, :-1]
     later_BT = before_BT[:, -1:] > before_BT[:, :-1]
     prompt_BT = (labels_BT == -100) & later_BT
@@ -84,6 +88,7 @@ def of_prompts(model: nn.Module, trace: RouteTrace) -> RouteTrace:
     for index, record in trace.items():
         routed_BT = ~forced_BT.to(record.mask.device)
         records[index] = replace(
-            record, token_mask=routed_BT if record.token_mask is None else record.token_mask & routed_BT
+            record,
+            token_mask=routed_BT if record.token_mask is None else record.token_mask & routed_BT,
         )
     return RouteTrace(records, trace.routings)

@@ -33,9 +33,13 @@ class Run:
     training: dict[str, Any] | None = None
     results: list[Any] = field(default_factory=list)
 
-    def record(self, model: nn.Module, adapter_name: str, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def record(
+        self, model: nn.Module, adapter_name: str, before: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The record of the training, or `before` where none is remembered, with what the thresholds let run full."""
-        record: dict[str, Any] = dict((self.training if self.training is not None else before) or {})
+        record: dict[str, Any] = dict(
+            (self.training if self.training is not None else before) or {}
+        )
         shares = {}
         for routing in (h for h in routings_of(model) if adapter_name in h.depth_route_quantiles):
             measured = cast(ScoreQuantiles, routing.depth_route_quantiles[adapter_name]).measured
@@ -68,7 +72,9 @@ def remember_training(model: nn.Module, training: Mapping[str, Any]) -> None:
 
 def remembered(model: nn.Module, adapter_name: str) -> Run:
     """The record of `adapter_name`; empty for an adapter that was loaded."""
-    routing = next(routing for routing in routings_of(model) if adapter_name in routing.depth_route_gate)
+    routing = next(
+        routing for routing in routings_of(model) if adapter_name in routing.depth_route_gate
+    )
     return cast(Run, routing.runs.get(adapter_name, Run()))
 
 
@@ -77,7 +83,9 @@ def record_of(model: nn.Module) -> dict[str, Any]:
     return _active(model).training or {}
 
 
-def training_record(args: Any, state: Any, model: nn.Module, dataset: Any, seconds: float) -> dict[str, Any]:
+def training_record(
+    args: Any, state: Any, model: nn.Module, dataset: Any, seconds: float
+) -> dict[str, Any]:
     """The record of a training so far, by the arguments and the state of its `transformers.Trainer`.
 
     The log's history is referred to, not copied. The Hub's id is read from `dataset` where `datasets` noted it;
@@ -85,7 +93,10 @@ def training_record(args: Any, state: Any, model: nn.Module, dataset: Any, secon
     that training started from, and of the options of its command, stays.
     """
     before = record_of(model)
-    values = {name: getattr(args, name, None) for name in (*_ARGUMENTS, *(f.name for f in fields(RoutingArguments)))}
+    values = {
+        name: getattr(args, name, None)
+        for name in (*_ARGUMENTS, *(f.name for f in fields(RoutingArguments)))
+    }
     plain = {name: known(partial(_plain, value)) for name, value in values.items()}
     return {
         "hyperparameters": {name: value for name, value in plain.items() if value is not None}

@@ -52,7 +52,9 @@ def gate_logits(trace: RouteTrace) -> torch.Tensor:
     return stack([record.scores / record.temperature for record in trace.values()])
 
 
-def gate_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+def gate_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, real: torch.Tensor
+) -> torch.Tensor:
     """Binary cross-entropy, mean over real tokens and layers, of logits, targets and `real`, each `[C, B, T]`."""
     losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return token_mean(losses, real).mean()
@@ -114,7 +116,9 @@ def track_thresholds(trace: RouteTrace) -> None:
     With gradients disabled, or of layers in evaluation mode, nothing moves.
     """
     scored = trace.gated()
-    routings = [routing for routing in trace.routings if routing.training and routing.layer_index in scored]
+    routings = [
+        routing for routing in trace.routings if routing.training and routing.layer_index in scored
+    ]
     if not routings:
         return
     pooled = routings[0].active_config().budget_scope == "global"

@@ -50,14 +50,19 @@ class DepthRouteTrainingArguments(RoutingArguments, TrainingArguments):
 
     learning_rate: float = field(default=2e-4, metadata={"help": "peak learning rate"})
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW weight decay"})
-    lr_scheduler_type: str = field(default="cosine_with_min_lr", metadata={"help": "learning-rate schedule"})
+    lr_scheduler_type: str = field(
+        default="cosine_with_min_lr", metadata={"help": "learning-rate schedule"}
+    )
     lr_scheduler_kwargs: dict[str, Any] | str | None = field(
-        default_factory=lambda: {"min_lr_rate": 0.01}, metadata={"help": "arguments of the schedule"}
+        default_factory=lambda: {"min_lr_rate": 0.01},
+        metadata={"help": "arguments of the schedule"},
     )
 
     def __post_init__(self) -> None:
         self.check()
-        if self.lr_scheduler_type != "cosine_with_min_lr" and self.lr_scheduler_kwargs == {"min_lr_rate": 0.01}:
+        if self.lr_scheduler_type != "cosine_with_min_lr" and self.lr_scheduler_kwargs == {
+            "min_lr_rate": 0.01
+        }:
             self.lr_scheduler_kwargs = {}
         super().__post_init__()
 
@@ -134,7 +139,10 @@ class DepthRouteTrainerMixin(_Trainer):
             "use_liger_kernel=True has a fused loss too": self.args.use_liger_kernel,
             "the model is split over devices or copied by DataParallel": split,
         }
-        return next((reason for reason, holds in obstacles.items() if holds), fused_loss_obstacle(self.model))
+        return next(
+            (reason for reason, holds in obstacles.items() if holds),
+            fused_loss_obstacle(self.model),
+        )
 
     def create_model_card(  # type: ignore[override]  # takes more
         self,
@@ -161,13 +169,23 @@ class DepthRouteTrainerMixin(_Trainer):
         """
         if not self.is_world_process_zero():
             return
-        tags, dataset = ([names] if isinstance(names, str) else list(names or ()) for names in (tags, dataset))
-        card = {"language": language, "license": license, "tags": tags, "model_name": model_name, "datasets": dataset}
+        tags, dataset = (
+            [names] if isinstance(names, str) else list(names or ()) for names in (tags, dataset)
+        )
+        card = {
+            "language": language,
+            "license": license,
+            "tags": tags,
+            "model_name": model_name,
+            "datasets": dataset,
+        }
         card |= {"repo_id": getattr(self, "hub_model_id", None)}
         model = self.accelerator.unwrap_model(self.model)
         model.create_or_update_model_card(str(self.args.output_dir), results=results, card=card)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """As `Trainer.train`.
 
         Raises:
@@ -203,14 +221,21 @@ class DepthRouteTrainerMixin(_Trainer):
             return super().evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = (
+            Path(self._get_output_dir(trial=trial))
+            / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        )
         limit = self.args.save_total_limit
         self.args.save_total_limit = None  # older ones go when this one is whole
         try:
             with self._named(f"saving {folder}"):
                 super()._save_checkpoint(model, trial, *args, **kwargs)
                 if self.args.should_save:
-                    write_json(folder / checkpoints.ROUTING_STATE, self.routing_objective.state(), indent=None)
+                    write_json(
+                        folder / checkpoints.ROUTING_STATE,
+                        self.routing_objective.state(),
+                        indent=None,
+                    )
                     write_json(folder / checkpoints.RECORD, record_of(self.model), indent=None)
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
@@ -245,8 +270,12 @@ class DepthRouteTrainerMixin(_Trainer):
                 left = "there is no whole checkpoint"
             text = f"{'out of memory' if memory else 'disk full'} while {self.doing}: {reason(error)}; {left}"
             if memory:  # the same type where it is PyTorch's own: callers catch it
-                raise (type(error) if isinstance(error, torch.OutOfMemoryError) else MemoryError)(text) from error
-            raise OSError(errno.ENOSPC, text, str(getattr(error, "filename", None) or self.args.output_dir)) from error
+                raise (type(error) if isinstance(error, torch.OutOfMemoryError) else MemoryError)(
+                    text
+                ) from error
+            raise OSError(
+                errno.ENOSPC, text, str(getattr(error, "filename", None) or self.args.output_dir)
+            ) from error
         finally:
             if not outer:
                 self.doing = ""

@@ -77,6 +77,10 @@ class RowLog:
         for count, (full, rows) in zip(self.counts, new):
             self._full.labels(str(count.layer_index)).inc(full)
             self._all.labels(str(count.layer_index)).inc(rows)
-        shares = ", ".join(f"{c.layer_index}: {full / rows:.0%}" for c, (full, rows) in zip(self.counts, new))
+        shares = ", ".join(
+            f"{c.layer_index}: {full / rows:.0%}" for c, (full, rows) in zip(self.counts, new)
+        )
         ran, given = (sum(part) for part in zip(*new))
-        self._logger.info("Depth routing: %.1f %% of rows in full (layer %s)", 100 * ran / given, shares)
+        self._logger.info(
+            "Depth routing: %.1f %% of rows in full (layer %s)", 100 * ran / given, shares
+        )

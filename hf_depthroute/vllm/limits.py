@@ -51,7 +51,9 @@ def check_request_budgets(config: DepthRouteConfig, v2_runner: bool = False) -> 
         ConfigError: Which of the two, and why.
     """
     if not config.takes_budget():
-        raise ConfigError("request_budgets=True: this adapter's threshold is fixed, whatever the budget; leave it out")
+        raise ConfigError(
+            "request_budgets=True: this adapter's threshold is fixed, whatever the budget; leave it out"
+        )
     if v2_runner:
         raise ConfigError(
             "request_budgets=True: vLLM's second model runner tells nobody which request a row is of; set "
@@ -62,7 +64,9 @@ def check_request_budgets(config: DepthRouteConfig, v2_runner: bool = False) -> 
 def read_adapter(folder: str) -> DepthRouteConfig:
     """The configuration of the adapter in `folder`; `ConfigError` where there is none."""
     if not Path(folder, "adapter_config.json").is_file():
-        raise ConfigError(f"adapter {folder}: there is no adapter_config.json in it, on this machine")
+        raise ConfigError(
+            f"adapter {folder}: there is no adapter_config.json in it, on this machine"
+        )
     return cast(DepthRouteConfig, DepthRouteConfig.from_pretrained(folder))
 
 
@@ -77,13 +81,25 @@ def check_adapter(config: DepthRouteConfig) -> None:
     if config.branch == "memory":
         _refuse("branch", config.branch, _PARTS["memory"])
     if config.granularity != "token":
-        _refuse("granularity", config.granularity, "a batch there is one row that holds tokens of many requests")
+        _refuse(
+            "granularity",
+            config.granularity,
+            "a batch there is one row that holds tokens of many requests",
+        )
     if gate.static or gate.exits or gate.reads_logits:
-        _refuse("gate", config.gate, "only gates that score a token by its own stream, against a threshold, are")
+        _refuse(
+            "gate",
+            config.gate,
+            "only gates that score a token by its own stream, against a threshold, are",
+        )
     if config.causal_rule != "quantile":
         _refuse("causal_rule", config.causal_rule, "only thresholds are")
     if config.modules_to_save:
-        _refuse("modules_to_save", config.modules_to_save, "the base's weights are loaded by vLLM, not from an adapter")
+        _refuse(
+            "modules_to_save",
+            config.modules_to_save,
+            "the base's weights are loaded by vLLM, not from an adapter",
+        )
 
 
 def _check_targets(config: DepthRouteConfig) -> None:
@@ -92,7 +108,11 @@ def _check_targets(config: DepthRouteConfig) -> None:
     skipped = {part for name in names for part in TARGETS[name].skips}
     if skipped == {"attention"} or not skipped <= {"attention", "ffn"}:
         reasons = [_PARTS[part] for part in sorted(skipped) if part in _PARTS]
-        _refuse("target", config.target, next(iter(reasons), "only the FFN's rows can be left out there"))
+        _refuse(
+            "target",
+            config.target,
+            next(iter(reasons), "only the FFN's rows can be left out there"),
+        )
 
 
 def check_base_config(config: Any) -> None:
@@ -109,9 +129,17 @@ def check_base_config(config: Any) -> None:
         _refuse("base", config.model_type, _BASES[config.model_type])
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     if any(getattr(config, name, None) for name in names):
-        _refuse("base", config.model_type, "the experts of a mixture of experts are vLLM's own fused call")
+        _refuse(
+            "base",
+            config.model_type,
+            "the experts of a mixture of experts are vLLM's own fused call",
+        )
     if family.logits is not None and family.logits[0] == "divide":
-        _refuse("base", config.model_type, "vLLM's Transformers backend leaves out the division of its logits")
+        _refuse(
+            "base",
+            config.model_type,
+            "vLLM's Transformers backend leaves out the division of its logits",
+        )
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -123,7 +151,11 @@ def check_engine(vllm_config: Any) -> None:
     Raises:
         ConfigError: Which option, and why.
     """
-    model, parallel, load = vllm_config.model_config, vllm_config.parallel_config, vllm_config.load_config
+    model, parallel, load = (
+        vllm_config.model_config,
+        vllm_config.parallel_config,
+        vllm_config.load_config,
+    )
     compilation = vllm_config.compilation_config
     # Not chosen yet: `model.prepare` chooses.
     graphs = getattr(compilation.cudagraph_mode, "name", None)
@@ -132,12 +164,18 @@ def check_engine(vllm_config: Any) -> None:
             parallel.pipeline_parallel_size > 1,
             "the adapter's layers would have to follow the base's over processes",
         ),
-        "--enable-expert-parallel": (parallel.enable_expert_parallel, "there are no experts in a routed FFN"),
+        "--enable-expert-parallel": (
+            parallel.enable_expert_parallel,
+            "there are no experts in a routed FFN",
+        ),
         "--prefill-context-parallel-size": (
             parallel.prefill_context_parallel_size > 1,
             "a process holds a part of the rows only",
         ),
-        "--enable-dbo": (parallel.enable_dbo, "half batches have no forward context of their own here"),
+        "--enable-dbo": (
+            parallel.enable_dbo,
+            "half batches have no forward context of their own here",
+        ),
         "--speculative-config": (
             vllm_config.speculative_config is not None,
             "the rows of rejected tokens would be routed and counted; hf_depthroute.lossless_generate drafts itself",
@@ -150,9 +188,18 @@ def check_engine(vllm_config: Any) -> None:
             vllm_config.kv_transfer_config is not None,
             "keys and values of other engines are those of another budget, or of none",
         ),
-        "--quantization": (model.quantization is not None, "a quantised base is not the one that was routed"),
-        "--enable-sleep-mode": (model.enable_sleep_mode, "waking up would leave the adapter's weights out"),
-        "--trust-remote-code": (model.trust_remote_code, "a base with code of its own may be served by it, unrouted"),
+        "--quantization": (
+            model.quantization is not None,
+            "a quantised base is not the one that was routed",
+        ),
+        "--enable-sleep-mode": (
+            model.enable_sleep_mode,
+            "waking up would leave the adapter's weights out",
+        ),
+        "--trust-remote-code": (
+            model.trust_remote_code,
+            "a base with code of its own may be served by it, unrouted",
+        ),
         "--runner": (model.runner_type != "generate", "only text generation is routed"),
         "--load-format": (
             str(load.load_format) not in _LOADERS,

@@ -34,24 +34,34 @@ class OwnNeurons(nn.Module):
     """
 
     def __init__(
-        self, norm: nn.Module | None, maps: Sequence[Mapping[str, Tensor]], activation: Any, down: nn.Module
+        self,
+        norm: nn.Module | None,
+        maps: Sequence[Mapping[str, Tensor]],
+        activation: Any,
+        down: nn.Module,
     ) -> None:
         super().__init__()
         self.norm = norm
         self.activation = activation
         self.down = down
         self._maps = len(maps)
-        self.weight = nn.Parameter(torch.cat([rows["weight"] for rows in maps]), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.cat([rows["weight"] for rows in maps]), requires_grad=False
+        )
         self.bias: nn.Parameter | None = None
         if "bias" in maps[0]:
-            self.bias = nn.Parameter(torch.cat([rows["bias"] for rows in maps]), requires_grad=False)
+            self.bias = nn.Parameter(
+                torch.cat([rows["bias"] for rows in maps]), requires_grad=False
+            )
 
     def forward(self, a: Tensor) -> Tensor:
         if self.norm is None:
             x = a
         else:
             x = self.norm(a)
-        first, *others = F.linear(x.to(self.weight.dtype), self.weight, self.bias).chunk(self._maps, -1)
+        first, *others = F.linear(x.to(self.weight.dtype), self.weight, self.bias).chunk(
+            self._maps, -1
+        )
         hidden = self.activation(first)
         if others:
             hidden = hidden * others[0]
@@ -59,7 +69,9 @@ class OwnNeurons(nn.Module):
         return out
 
 
-def own_neurons(model: nn.Module, routings: Iterable[Routing], files: Sequence[Path], dtype: torch.dtype) -> None:
+def own_neurons(
+    model: nn.Module, routings: Iterable[Routing], files: Sequence[Path], dtype: torch.dtype
+) -> None:
     """Put `OwnNeurons` in the place of every branch of neurons.
 
     Args:
@@ -72,12 +84,20 @@ def own_neurons(model: nn.Module, routings: Iterable[Routing], files: Sequence[P
         ConfigError: The files do not have the weights under transformers' names.
     """
     groups = [routing.depth_route_branch for routing in routings]
-    branches = [(group, key, part) for group in groups for key, part in group.items() if type(part) is NeuronBranch]
+    branches = [
+        (group, key, part)
+        for group in groups
+        for key, part in group.items()
+        if type(part) is NeuronBranch
+    ]
     read = [module for _, _, branch in branches for module in _modules(branch)]
     stored = _stored(model, read, files, dtype)
     for group, key, branch in branches:
         norm, maps, activation = branch.reads()
-        rows = [{name: value[branch.neurons] for name, value in stored[linear].items()} for linear in maps]
+        rows = [
+            {name: value[branch.neurons] for name, value in stored[linear].items()}
+            for linear in maps
+        ]
         front = None
         if norm is not None:
             front = _with_values(norm, stored[norm])
@@ -104,7 +124,9 @@ def _stored(
     """The parameters of each module, by their names, from files that may leave out the model's prefix."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     names = {module: name.removeprefix(prefix) for name, module in model.named_modules()}
-    own = {module: [name for name, _ in module.named_parameters(recurse=False)] for module in modules}
+    own = {
+        module: [name for name, _ in module.named_parameters(recurse=False)] for module in modules
+    }
     wanted = {f"{names[module]}.{name}": (module, name) for module in own for name in own[module]}
     found: dict[nn.Module, dict[str, Tensor]] = {module: {} for module in modules}
     for path in files if wanted else ():

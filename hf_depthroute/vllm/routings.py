@@ -25,7 +25,9 @@ from .settings import Settings
 
 # Weights that are made in it have no version, and nothing derived from them is kept.
 @torch.inference_mode(False)
-def load_routings(settings: Settings, base_config: Any, base_files: Sequence[Path]) -> dict[int, Routing]:
+def load_routings(
+    settings: Settings, base_config: Any, base_files: Sequence[Path]
+) -> dict[int, Routing]:
     """The routings of the routed layers by their index, on the CPU, in eval mode, frozen.
 
     They are injected and loaded as ever, into a base without weights (on the meta device). So they start with an

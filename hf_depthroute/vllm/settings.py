@@ -67,7 +67,11 @@ def settings_of(hf_config: Any) -> Settings:
     """
     given = getattr(hf_config, FIELD, None)
     known = [field.name for field in fields(Settings)]
-    if not isinstance(given, dict) or not isinstance(given.get("adapter"), str) or not set(given) <= set(known):
+    if (
+        not isinstance(given, dict)
+        or not isinstance(given.get("adapter"), str)
+        or not set(given) <= set(known)
+    ):
         raise ConfigError(
             f"--hf-overrides: {FIELD}={given!r} must hold 'adapter', the adapter's folder, and may hold 'budget', "
             "'phases' and 'request_budgets'; hf-depthroute vllm-config ADAPTER prints the whole line"

@@ -49,7 +49,9 @@ class RoutedStep:
         budgets: Those of requests; None if requests have none.
     """
 
-    def __init__(self, layer: nn.Module, count: RowCount | None, budgets: RequestBudgets | None = None) -> None:
+    def __init__(
+        self, layer: nn.Module, count: RowCount | None, budgets: RequestBudgets | None = None
+    ) -> None:
         self.layer = layer
         self.count = count
         self._budgets = budgets
@@ -75,7 +77,9 @@ class RoutedStep:
             real = batch.num_actual_tokens
         generates = batch is not None and batch.max_query_len == 1
         if generates and self._generates_in_full:
-            return self._counted(self._in_full(routing, routing.active_target(), stream, given), real, real)
+            return self._counted(
+                self._in_full(routing, routing.active_target(), stream, given), real, real
+            )
         if generates:  # every request's next token: a batch of sequences
             shape = (rows, 1)
             last_rows = None
@@ -86,8 +90,12 @@ class RoutedStep:
         asked = []
         if batch is not None and self._budgets is not None:
             asked = self._budgets.of_batch(batch)
-        plans = {budget: _plan_at(routing, budget, shape, last_rows) for budget in set(asked) or {None}}
-        plan = next((plan for plan in plans.values() if plan.rule != "full"), next(iter(plans.values())))
+        plans = {
+            budget: _plan_at(routing, budget, shape, last_rows) for budget in set(asked) or {None}
+        }
+        plan = next(
+            (plan for plan in plans.values() if plan.rule != "full"), next(iter(plans.values()))
+        )
         bars = []
         if len(plans) != 1:
             bars = [self._threshold_of(routing, plans[budget]) for budget in asked]
@@ -95,7 +103,13 @@ class RoutedStep:
         if real is not None:
             ran = real
         joint = None
-        if generates and rows == real and rows <= DECODE_ROWS and plan.rule != "full" and plan.target.row_wise:
+        if (
+            generates
+            and rows == real
+            and rows <= DECODE_ROWS
+            and plan.rule != "full"
+            and plan.target.row_wise
+        ):
             joint = self._joint_of(routing, plan)
         if plan.rule == "full":
             out = self._in_full(routing, plan.target, stream, given)
@@ -103,7 +117,9 @@ class RoutedStep:
             # To a layer, rows of one sequence are what one row of each of as many sequences is: `[N, 1, d]`.
             own = stream.transpose(0, 1).clone()
             bar = bars or self._threshold_of(routing, plan)
-            after, chosen = joint.run(own, bar, ffn_map(layer, routing.family), given.transpose(0, 1))
+            after, chosen = joint.run(
+                own, bar, ffn_map(layer, routing.family), given.transpose(0, 1)
+            )
             ran = len(chosen)
             out = after.transpose(0, 1)
         else:
@@ -132,7 +148,9 @@ class RoutedStep:
             self.count.add(ran, real)
         return out
 
-    def _in_full(self, routing: Routing, target: TargetTraits, stream: Tensor, given: Tensor) -> Tensor:
+    def _in_full(
+        self, routing: Routing, target: TargetTraits, stream: Tensor, given: Tensor
+    ) -> Tensor:
         """The stream as the base computes it, `[1, N, d]`."""
         layer = self.layer
         family = routing.family
@@ -154,7 +172,12 @@ class RoutedStep:
             rms = None
             if norm is not None:
                 rms = rms_of(norm)
-            if rms is not None and reads_norm and supports_decode(plan, routing.family) and current_platform.is_cpu():
+            if (
+                rms is not None
+                and reads_norm
+                and supports_decode(plan, routing.family)
+                and current_platform.is_cpu()
+            ):
                 # vLLM has put its own norm of the kind there.
                 weight = norm_of(self.layer, routing.family, "ffn").weight
                 branch = routing.depth_route_branch._modules.get(plan.adapter)
@@ -179,7 +202,9 @@ class RoutedStep:
             self._thresholds.clear()
 
 
-def _plan_at(routing: Routing, budget: float | None, shape: tuple[int, int], last_rows: Tensor | None) -> RoutePlan:
+def _plan_at(
+    routing: Routing, budget: float | None, shape: tuple[int, int], last_rows: Tensor | None
+) -> RoutePlan:
     """How rows of one budget are routed; None: that of the server."""
     if budget is None:
         plan = routing.plan(False, shape, last_rows)
@@ -193,7 +218,9 @@ def _plan_at(routing: Routing, budget: float | None, shape: tuple[int, int], las
 def _of_rows(bars: list[float], batch: Any, rows: int, device: torch.device) -> Tensor:
     """The threshold of each row, float32 `[1, N]`, from that of each request."""
     place_N = torch.arange(rows, device=device)
-    request_N = torch.searchsorted(batch.query_start_loc[1:].long(), place_N, right=True).clamp(max=len(bars) - 1)
+    request_N = torch.searchsorted(batch.query_start_loc[1:].long(), place_N, right=True).clamp(
+        max=len(bars) - 1
+    )
     return torch.tensor(bars, device=device)[request_N][None]
 
 

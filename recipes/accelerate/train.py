@@ -55,8 +55,12 @@ def make_loader(args: argparse.Namespace) -> Any:
 def train(args: argparse.Namespace) -> None:
     set_seed(args.seed)
     # Before the Accelerator: once it has a ZeRO-3 configuration, transformers splits every model that it loads.
-    base = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False)
-    config = DepthRouteConfig(layers=args.layers, target=args.target, gate=args.gate, budget=args.budget)
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.float32, trust_remote_code=False
+    )
+    config = DepthRouteConfig(
+        layers=args.layers, target=args.target, gate=args.gate, budget=args.budget
+    )
     model = get_depth_routed_model(base, config).train()
 
     accelerator = Accelerator(
@@ -101,7 +105,9 @@ def train(args: argparse.Namespace) -> None:
         progress.step += 1
         progress.losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
         if progress.step % args.log_every == 0:
-            values = " ".join(f"{n} {v:.4f}" for n, v in objective.pop_metrics().items() if n.startswith("loss_"))
+            values = " ".join(
+                f"{n} {v:.4f}" for n, v in objective.pop_metrics().items() if n.startswith("loss_")
+            )
             accelerator.print(f"step {progress.step}: {values}")
         if progress.step % args.save_every == 0:
             accelerator.save_state(str(args.out / "checkpoints" / f"step-{progress.step}"))
@@ -131,7 +137,9 @@ def save(accelerator: Accelerator, model: Any, progress: Progress, out: Path) ->
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default=BASE)
     parser.add_argument("--dataset", default="python-stdlib", help="as in hf-depthroute train")

@@ -93,15 +93,21 @@ def make_blocks(work: Path, size: dict[str, int]) -> dict[str, torch.Tensor]:
         for split, parts in texts.items():
             ids = [i for encoded in tokenizer.encode_batch(parts) for i in (*encoded.ids, 0)]
             count = len(ids) // size["length"]
-            blocks[split] = torch.tensor(ids[: count * size["length"]], dtype=torch.int32).view(count, -1)
-        kept = torch.randperm(len(blocks["validation"]), generator=torch.Generator().manual_seed(0))[:256]
+            blocks[split] = torch.tensor(ids[: count * size["length"]], dtype=torch.int32).view(
+                count, -1
+            )
+        kept = torch.randperm(
+            len(blocks["validation"]), generator=torch.Generator().manual_seed(0)
+        )[:256]
         blocks["validation"] = blocks["validation"][kept.sort().values].contiguous()
         save_file(blocks, path.with_suffix(".partial"))
         path.with_suffix(".partial").rename(path)
     return load_file(path)
 
 
-def pretrain(work: Path, size: dict[str, int], train: torch.Tensor, minutes: float, device: torch.device) -> None:
+def pretrain(
+    work: Path, size: dict[str, int], train: torch.Tensor, minutes: float, device: torch.device
+) -> None:
     """The base model, in WORK/base."""
     if (work / "base").exists():
         return
@@ -112,7 +118,9 @@ def pretrain(work: Path, size: dict[str, int], train: torch.Tensor, minutes: flo
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     order = torch.randperm(len(train))
     batch, started, seconds_per_step, steps, step = size["pretrain_batch"], time.time(), 0.0, 30, 0
     schedule: Any = None
@@ -138,7 +146,10 @@ def pretrain(work: Path, size: dict[str, int], train: torch.Tensor, minutes: flo
             schedule.step()
         if step % 200 == 0:
             print(f"pretraining: step {step} of {steps}, loss {loss.item():.3f}", flush=True)
-    print(f"pretrained {steps} steps, {steps * batch * train.shape[1]:,} tokens, loss {loss.item():.3f}", flush=True)
+    print(
+        f"pretrained {steps} steps, {steps * batch * train.shape[1]:,} tokens, loss {loss.item():.3f}",
+        flush=True,
+    )
     model.eval().save_pretrained(work / "base.partial")
     (work / "base.partial").rename(work / "base")
 
@@ -162,7 +173,11 @@ class Steps:
         _wait(self.device)
         start = time.perf_counter()
         for n in range(count):
-            ids = self.train[n * self.batch : (n + 1) * self.batch].long().to(self.device, non_blocking=True)
+            ids = (
+                self.train[n * self.batch : (n + 1) * self.batch]
+                .long()
+                .to(self.device, non_blocking=True)
+            )
             self.step(n, ids)
         _wait(self.device)
         return (time.perf_counter() - start) / count
@@ -200,7 +215,8 @@ def measure_jobs(work: Path, size: dict[str, int], device: torch.device) -> dict
     for jobs in range(1, most + 1):
         ready, found = context.Barrier(jobs), context.Queue()
         workers = [
-            context.Process(target=_timed, args=(work, size, device.type, jobs, ready, found)) for _ in range(jobs)
+            context.Process(target=_timed, args=(work, size, device.type, jobs, ready, found))
+            for _ in range(jobs)
         ]
         for worker in workers:
             worker.start()
@@ -218,7 +234,9 @@ def measure_jobs(work: Path, size: dict[str, int], device: torch.device) -> dict
     return result
 
 
-def _timed(work: Path, size: dict[str, int], device: str, jobs: int, ready: Any, found: Any) -> None:
+def _timed(
+    work: Path, size: dict[str, int], device: str, jobs: int, ready: Any, found: Any
+) -> None:
     """In a process of its own: the seconds of a step of the largest config, beside the other processes."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     try:
@@ -238,7 +256,12 @@ def time_of_all(throughput: dict[str, float], jobs: int, runs: int) -> float:
 
 
 def adapter_fields(size: dict[str, int]) -> dict[str, Any]:
-    return {"layers": f"last:{size['routed']}", "branch_rank": size["rank"], "gate_input": "residual", "budget": 0.5}
+    return {
+        "layers": f"last:{size['routed']}",
+        "branch_rank": size["rank"],
+        "gate_input": "residual",
+        "budget": 0.5,
+    }
 
 
 def thresholds(work: Path, size: dict[str, int], device: torch.device) -> list[float]:
@@ -263,10 +286,19 @@ def write_study(work: Path, size: dict[str, int], steps: int, thresholds: list[f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder that is kept between starts")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder that is kept between starts"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--minutes", type=float, default=25, help="for everything; fixes the steps at the first start")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=25,
+        help="for everything; fixes the steps at the first start",
+    )
     parser.add_argument("--pretrain-minutes", type=float, default=6)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()

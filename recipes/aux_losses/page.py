@@ -14,14 +14,17 @@ from hf_depthroute.files.markdown import markdown_table
 def study() -> Study:
     """The auxiliary-loss studies, and what a training step costs."""
     names = ("long", "main", "budget_25", "variants", "results")
-    study, short, quarter, variants, pilots = (read_results(RECIPES / "aux_losses" / name) for name in names)
+    study, short, quarter, variants, pilots = (
+        read_results(RECIPES / "aux_losses" / name) for name in names
+    )
     steps = read("aux_losses/step_cost.json")
     rows, first = [], {}
     for one in (short, quarter, variants):
         first |= {name: one for name in one.names if name not in first}
     for name, one in (*((name, study) for name in study.names), *first.items()):
         cells = [
-            list(values(one, name, metric).values()) for metric in ("avg_first_half", "endpoint", "layers/gate_prob")
+            list(values(one, name, metric).values())
+            for metric in ("avg_first_half", "endpoint", "layers/gate_prob")
         ]
         config, seeds = one.config(name), str(len(one.seeds))
         rows.append(
@@ -35,7 +38,9 @@ def study() -> Study:
     def sized(one: StudyRuns) -> str:
         return f"{len(one.names)} configs x {len(one.seeds)} seeds"
 
-    small, paper = (steps[key] for key in ("study base, last 3 of 6 layers", "paper shape, last 4 of 12 layers"))
+    small, paper = (
+        steps[key] for key in ("study base, last 3 of 6 layers", "paper shape, last 4 of 12 layers")
+    )
     mlp, jepa, gate = (
         [f"{case['ratios'][key]['median']:.2f}" for case in (small, paper)]
         for key in ("G1 all_full / G1", "G3 all_full / G3", "G3 / G1")
@@ -60,7 +65,16 @@ def study() -> Study:
         f"{gate[0]} of one with the MLP gate ({mlp[1]}, {jepa[1]} and {gate[1]} at that paper's shape).",
         "",
         *markdown_table(
-            ["config", "what", "steps", "seeds", "loss, first half", "loss at the end", "gate probability"], rows
+            [
+                "config",
+                "what",
+                "steps",
+                "seeds",
+                "loss, first half",
+                "loss at the end",
+                "gate probability",
+            ],
+            rows,
         ),
     ]
     command = "python recipes/study run recipes/aux_losses/long.yaml --out OUT --jobs 2"

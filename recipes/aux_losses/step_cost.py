@@ -52,7 +52,9 @@ def study_base() -> torch.nn.Module:
 
 
 def paper_shape() -> torch.nn.Module:
-    config = GPT2Config(vocab_size=8192, n_positions=768, n_embd=640, n_layer=12, n_head=10, n_inner=2560)
+    config = GPT2Config(
+        vocab_size=8192, n_positions=768, n_embd=640, n_layer=12, n_head=10, n_inner=2560
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -82,11 +84,15 @@ def variant_model(base: Callable[[], Any], layers: str, rank: int | None, gate: 
     return get_depth_routed_model(base(), config).train()
 
 
-def measure(base: Callable[[], Any], layers: str, rank: int | None, shape: tuple[int, int], rounds: int) -> dict:
+def measure(
+    base: Callable[[], Any], layers: str, rank: int | None, shape: tuple[int, int], rounds: int
+) -> dict:
     ids = torch.randint(0, 2048, shape, generator=torch.Generator().manual_seed(0))
     built = {name: variant_model(base, layers, rank, gate) for name, (gate, _) in VARIANTS.items()}
     steps = {
-        name: training_step(built[name], RoutingArguments(oracle_warmup=0, oracle_interval=INTERVAL, **arguments))
+        name: training_step(
+            built[name], RoutingArguments(oracle_warmup=0, oracle_interval=INTERVAL, **arguments)
+        )
         for name, (_, arguments) in VARIANTS.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
@@ -105,17 +111,24 @@ def measure(base: Callable[[], Any], layers: str, rank: int | None, shape: tuple
             "median": round(quartiles[1], 3), "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)]
         }  # fmt: skip
     with torch.autocast("cpu", torch.bfloat16):
-        refresh = {kind: round(refresh_cost(built["G3"], {"input_ids": ids}, kind, rounds=9), 2) for kind in ORACLES}
+        refresh = {
+            kind: round(refresh_cost(built["G3"], {"input_ids": ids}, kind, rounds=9), 2)
+            for kind in ORACLES
+        }
     return {
         "batch": list(shape),
-        "step_ms": {name: round(1e3 * statistics.median(values), 1) for name, values in seconds.items()},
+        "step_ms": {
+            name: round(1e3 * statistics.median(values), 1) for name, values in seconds.items()
+        },
         "ratios": ratios,
         "refresh_over_forward": refresh,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--paper-rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True)
@@ -124,8 +137,12 @@ def main() -> None:
         "machine": describe_machine(torch.device("cpu")),
         "rounds": args.rounds,
         "paper_rounds": args.paper_rounds,
-        "study base, last 3 of 6 layers": measure(study_base, "last:3", None, (8, 128), args.rounds),
-        "paper shape, last 4 of 12 layers": measure(paper_shape, "last:4", 80, (2, 256), args.paper_rounds),
+        "study base, last 3 of 6 layers": measure(
+            study_base, "last:3", None, (8, 128), args.rounds
+        ),
+        "paper shape, last 4 of 12 layers": measure(
+            paper_shape, "last:4", 80, (2, 256), args.paper_rounds
+        ),
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

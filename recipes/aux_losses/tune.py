@@ -43,12 +43,20 @@ def study_of(work: Path, configs: dict[str, Any]) -> Path:
     for name, config in configs.items():
         (work / f"{name}.yaml").write_text(yaml.safe_dump(config))
     study = yaml.safe_load((HERE / "main.yaml").read_text())
-    study["data"] |= {"split": "train[:90%]", "validation_split": "train[90%:]", "validation_blocks": 256}
+    study["data"] |= {
+        "split": "train[:90%]",
+        "validation_split": "train[90%:]",
+        "validation_blocks": 256,
+    }
     study |= {
         "name": "aux_losses_tuning", "base": str((HERE / study["base"]).resolve()), "steps": STEPS, "seeds": [SEED],
         "eval_every": STEPS // 4, "thresholds": [], "configs": sorted(path.name for path in work.glob("*_*.yaml")),
     }  # fmt: skip
-    study["training"] |= {"warmup_steps": STEPS // 20, "oracle_warmup": STEPS // 40, "cgs_warmup": STEPS // 10}
+    study["training"] |= {
+        "warmup_steps": STEPS // 20,
+        "oracle_warmup": STEPS // 40,
+        "cgs_warmup": STEPS // 10,
+    }
     path = work / "study.yaml"
     path.write_text(yaml.safe_dump(study, sort_keys=False))
     return path
@@ -60,7 +68,16 @@ def run(work: Path, configs: dict[str, Any], known: Tried) -> None:
     if not missing:
         return
     try:
-        command_line(["run", str(study_of(work, missing)), "--out", str(work / "runs"), "--only", ",".join(missing)])
+        command_line(
+            [
+                "run",
+                str(study_of(work, missing)),
+                "--out",
+                str(work / "runs"),
+                "--only",
+                ",".join(missing),
+            ]
+        )
     except SystemExit as ended:
         if ended.code:
             sys.exit(ended.code)
@@ -83,7 +100,10 @@ def best_rate(name: str, config: dict[str, Any], work: Path, known: Tried) -> fl
         training = config.get("training", {})
         run(
             work,
-            {key: config | {"training": training | {"learning_rate": rate}} for rate, key in named.items()},
+            {
+                key: config | {"training": training | {"learning_rate": rate}}
+                for rate, key in named.items()
+            },
             known,
         )
         best = min(ladder, key=lambda rate: known[named[rate]]["loss"])
@@ -94,12 +114,19 @@ def best_rate(name: str, config: dict[str, Any], work: Path, known: Tried) -> fl
 
 def without_labels(gate: str, weight: float, **training: float) -> dict[str, Any]:
     """A config without util and rank."""
-    return {"adapter": {"gate": gate}, "training": {"oracle": "none", "budget_weight": weight, **training}}
+    return {
+        "adapter": {"gate": gate},
+        "training": {"oracle": "none", "budget_weight": weight, **training},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder that is kept between starts")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder that is kept between starts"
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     work = args.work.resolve()
@@ -109,7 +136,9 @@ def main() -> None:
     rates = {gate: best_rate(gate, {"adapter": {"gate": gate}}, work, known) for gate in GATES}
     for weight in WEIGHTS:
         named = {gate: f"{gate}_budget_{weight:g}" for gate in GATES}
-        configs = {named[gate]: without_labels(gate, weight, learning_rate=rates[gate]) for gate in GATES}
+        configs = {
+            named[gate]: without_labels(gate, weight, learning_rate=rates[gate]) for gate in GATES
+        }
         run(work, configs, known)
         if all(abs(known[name]["gate_prob"] - 0.5) <= 0.05 for name in named.values()):
             break

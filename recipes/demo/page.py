@@ -12,7 +12,10 @@ from hf_depthroute.files.markdown import markdown_table
 def study() -> Study:
     """The demo's own tables."""
     result = read("demo/results.json")
-    costs, times = demo_report.cost_rows(result), {row[0]: row[1:] for row in demo_report.times(result)}
+    costs, times = (
+        demo_report.cost_rows(result),
+        {row[0]: row[1:] for row in demo_report.times(result)},
+    )
     half = next(row for row in costs if row[0] == "0.5")
     machine, prefill = result["bench"]["machine"], result["bench"]["prefill"]["budgets"]["0.5"]
     wide = result["bench_wide"]["prefill"]["budgets"]["0.5"]
@@ -37,10 +40,19 @@ def study() -> Study:
         "taken to save their part of what leaving out "
         "all routed FFNs saves, and their branches to cost nothing:",
         "",
-        *markdown_table(["budget", "time / dense", *demo_report.LINES], demo_report.equal_time_rows(result)),
+        *markdown_table(
+            ["budget", "time / dense", *demo_report.LINES], demo_report.equal_time_rows(result)
+        ),
         "",
         *markdown_table(
-            ["budget", *(f"{part}, {title}" for title in demo_report.SIZES.values() for part in demo_report.PARTS)],
+            [
+                "budget",
+                *(
+                    f"{part}, {title}"
+                    for title in demo_report.SIZES.values()
+                    for part in demo_report.PARTS
+                ),
+            ],
             [[budget, *row] for budget, row in times.items()],
         ),
     ]

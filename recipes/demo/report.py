@@ -64,7 +64,8 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
         "which in 48 steps of decode can be far from the budget. The last two columns are of random weights.",
         "",
         *markdown_table(
-            ["budget", *(f"{part}, {title}" for title in SIZES.values() for part in PARTS)], times(results)
+            ["budget", *(f"{part}, {title}" for title in SIZES.values() for part in PARTS)],
+            times(results),
         ),
         "",
         "![speed](speed.png)",
@@ -77,7 +78,10 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
         "",
         "`eta = (T_dense - T_routed) / (T_dense - T_ideal)`; 1 means that every skipped FLOP shows on the clock.",
         "",
-        *markdown_table(["model", "part", "budget", "time / dense", "FLOPs / dense", "eta"], _speed_rows(results)),
+        *markdown_table(
+            ["model", "part", "budget", "time / dense", "FLOPs / dense", "eta"],
+            _speed_rows(results),
+        ),
         "",
         shown(
             f"Machine: {machine['device']}, {machine['threads']} threads, {setting['dtype']}, "
@@ -103,7 +107,10 @@ def lines_of(results: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
     """The rows of each way to skip, by rising share."""
     rules = zip(LINES, ("static", "threshold", "threshold"), ("eval", "eval_fitted", "eval"))
     return {
-        name: sorted((row for row in results[key]["rows"] if row["rule"] == rule), key=itemgetter("full_ratio"))
+        name: sorted(
+            (row for row in results[key]["rows"] if row["rule"] == rule),
+            key=itemgetter("full_ratio"),
+        )
         for name, rule, key in rules
     }
 
@@ -126,7 +133,9 @@ def equal_time_rows(results: Mapping[str, Any]) -> list[list[str]]:
     static, *routed = time_lines(results).values()
     taken, more = zip(*sorted(static))
     rows = []
-    for budget, *points in zip((row["budget"] for row in lines_of(results)[LINES[1]]), *(line[1:] for line in routed)):
+    for budget, *points in zip(
+        (row["budget"] for row in lines_of(results)[LINES[1]]), *(line[1:] for line in routed)
+    ):
         ratio = points[0][0]
         equal = f"{np.interp(ratio, taken, more):+.4f}" if ratio >= taken[0] else "none is as fast"
         rows.append([f"{budget:g}", f"{ratio:.3f}", equal, *(f"{loss:+.4f}" for _, loss in points)])
@@ -157,7 +166,10 @@ def static_time(prefill: Mapping[str, Any], share: float) -> float:
 def times(results: Mapping[str, Any]) -> list[list[str]]:
     """Time over dense time by budget, of both models, and the share that ran full."""
     budgets = sorted(results["bench"]["prefill"]["budgets"], key=float)
-    rows = [[results[key][part]["budgets"][budget] for key in SIZES for part in PARTS] for budget in budgets]
+    rows = [
+        [results[key][part]["budgets"][budget] for key in SIZES for part in PARTS]
+        for budget in budgets
+    ]
     return [
         [budget, *(f"{row['ratio']:.3f} ({row['full_ratio']:.0%})" for row in timed)]
         for budget, timed in zip(budgets, rows)
@@ -173,7 +185,14 @@ def sample_lines(sample: Mapping[str, str]) -> list[str]:
 
 def _speed_rows(results: Mapping[str, Any]) -> list[list[str]]:
     return [
-        [title, part, budget, f"{row['ratio']:.3f}", f"{row['flops_routed_over_dense']:.3f}", f"{row['eta']:.2f}"]
+        [
+            title,
+            part,
+            budget,
+            f"{row['ratio']:.3f}",
+            f"{row['flops_routed_over_dense']:.3f}",
+            f"{row['eta']:.2f}",
+        ]
         for key, title in SIZES.items()
         for part in PARTS
         for budget, row in results[key][part]["budgets"].items()
@@ -186,10 +205,23 @@ def plot_training(path: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
     steps = [row["step"] for row in rows]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     left.plot(steps, [row["loss_distill"] for row in rows])
-    left.set(xlabel="optimizer step", ylabel="training loss (nats)", title="Divergence from the dense base")
+    left.set(
+        xlabel="optimizer step",
+        ylabel="training loss (nats)",
+        title="Divergence from the dense base",
+    )
     for key in sorted(k for k in rows[-1] if k.startswith("gate_prob/")):
-        right.plot(steps, [row[key] for row in rows], label=key.removeprefix("gate_prob/").replace("_", " "))
-    right.set(xlabel="optimizer step", ylabel="mean gate probability", ylim=(0, 1.02), title="Gate probability")
+        right.plot(
+            steps,
+            [row[key] for row in rows],
+            label=key.removeprefix("gate_prob/").replace("_", " "),
+        )
+    right.set(
+        xlabel="optimizer step",
+        ylabel="mean gate probability",
+        ylim=(0, 1.02),
+        title="Gate probability",
+    )
     right.legend()
     _save(figure, path)
 
@@ -216,13 +248,21 @@ def plot_quality(path: Path, results: Mapping[str, Any]) -> None:
 
 def plot_speed(path: Path, benches: Mapping[str, Mapping[str, Any]]) -> None:
     """Measured time over dense time against budget, for prefill and decode, with the FLOP ratio; a panel for each."""
-    figure, panels = plt.subplots(1, len(benches), figsize=(9, 3.6), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(
+        1, len(benches), figsize=(9, 3.6), sharey=True, layout="constrained"
+    )
     for axes, (title, bench) in zip(panels, benches.items()):
         axes.axhline(1.0, color="black", linestyle="--", label="dense")
         for part, color in zip(PARTS, ("tab:blue", "tab:orange")):
             rows = sorted(bench[part]["budgets"].values(), key=itemgetter("full_ratio"))
             shares = [row["full_ratio"] for row in rows]
-            axes.plot(shares, [row["ratio"] for row in rows], marker="o", color=color, label=f"{part}, measured")
+            axes.plot(
+                shares,
+                [row["ratio"] for row in rows],
+                marker="o",
+                color=color,
+                label=f"{part}, measured",
+            )
             flops = [row["flops_routed_over_dense"] for row in rows]
             axes.plot(shares, flops, linestyle=":", color=color, label=f"{part}, FLOPs")
         axes.set(xlabel="share of tokens run full in routed layers", title=title)

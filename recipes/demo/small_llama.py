@@ -46,7 +46,9 @@ def command(*arguments: object, reads: Path | None = None) -> str:
     return run("hf-depthroute", ["-m", "hf_depthroute"], arguments, reads)
 
 
-def run(name: str, program: list[str], arguments: Sequence[object], reads: Path | None = None) -> str:
+def run(
+    name: str, program: list[str], arguments: Sequence[object], reads: Path | None = None
+) -> str:
     """Run a program of Python under a name, with a file as its input; what it printed."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ {name} {shlex.join(words)}{f' < {reads}' if reads else ''}", flush=True)
@@ -89,7 +91,10 @@ def budgets_of(adapter: Path) -> dict[int, float]:
 def with_rows_of(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Results of `eval`, with the rows of routers in `other` in place of those of the same budgets."""
     rows = {row["budget"]: row for row in other["rows"] if row["rule"] == "threshold"}
-    taken = [rows.get(row["budget"], row) if row["rule"] == "threshold" else row for row in results["rows"]]
+    taken = [
+        rows.get(row["budget"], row) if row["rule"] == "threshold" else row
+        for row in results["rows"]
+    ]
     return results | {"rows": taken}
 
 
@@ -115,11 +120,16 @@ def layers_left_out(adapter: Path) -> list[dict[str, Any]]:
     rows = []
     for count, budget in budgets_of(adapter).items():
         layers = known[f"subset {count}"]["layers"]
-        base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32, trust_remote_code=False).eval()
+        base = AutoModelForCausalLM.from_pretrained(
+            BASE, dtype=torch.float32, trust_remote_code=False
+        ).eval()
         model = get_depth_routed_model(base, DepthRouteConfig(layers=layers, gate="none")).eval()
         fit_branches(model, fit_on)
         loss = mean_loss(model, held_out)
-        print(f"FFNs of layers {layers} left out, as many calls as budget {budget}: loss {loss:.4f}", flush=True)
+        print(
+            f"FFNs of layers {layers} left out, as many calls as budget {budget}: loss {loss:.4f}",
+            flush=True,
+        )
         rows.append({
             "budget": budget, "rule": "static", "loss": loss, "perplexity": math.exp(loss), "full_ratio": budget,
             "layers": layers,
@@ -127,7 +137,9 @@ def layers_left_out(adapter: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def wide_times(folder: Path, budgets: list[float], dtype: str, rounds: int = REPEATS) -> dict[str, Any]:
+def wide_times(
+    folder: Path, budgets: list[float], dtype: str, rounds: int = REPEATS
+) -> dict[str, Any]:
     """The times of random weights at the width of Qwen2.5-0.5B, in the form of `hf-depthroute bench --out`."""
     from hf_depthroute.bench.measurements import as_single
 
@@ -138,7 +150,10 @@ def wide_times(folder: Path, budgets: list[float], dtype: str, rounds: int = REP
     file.write_text(json.dumps(suite))  # which YAML reads
     script = str(HERE.parent / "speed" / "bench.py")
     run(f"python {script}", [script], (file, "--out", out))
-    return as_single(json.loads(out.read_text()), {"batch": 4, "length": 256, "decode_batch": 1, "decode_steps": 48})
+    return as_single(
+        json.loads(out.read_text()),
+        {"batch": 4, "length": 256, "decode_batch": 1, "decode_steps": 48},
+    )
 
 
 def without_ffns(adapter: Path, dtype: str, base: Path = BASE, rounds: int = REPEATS) -> float:
@@ -152,7 +167,9 @@ def without_ffns(adapter: Path, dtype: str, base: Path = BASE, rounds: int = REP
     from hf_depthroute.bench.inference import measure_inference
     from hf_depthroute.bench.modes import random_tokens
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=getattr(torch, dtype), trust_remote_code=False
+    ).eval()
     plain = dense_view(model)
     variants = SpeedVariants(PeftModel.from_pretrained(model, adapter), plain, budgets=())
     case = Case(case="prefill", batch=4, length=256, rounds=rounds)
@@ -161,7 +178,9 @@ def without_ffns(adapter: Path, dtype: str, base: Path = BASE, rounds: int = REP
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("demo_output"))
     parser.add_argument("--config", type=Path, default=HERE / "train.yaml")
     args = parser.parse_args()
@@ -175,7 +194,20 @@ def main() -> None:
         return ",".join(map(str, budgets_of(fitted).values()))
 
     def fit(keep: float, adapter: Path) -> None:
-        command("fit", "--model", BASE, *TEXT, "--blocks", BLOCKS, "--dtype", dtype, "--keep", keep, "--out", adapter)
+        command(
+            "fit",
+            "--model",
+            BASE,
+            *TEXT,
+            "--blocks",
+            BLOCKS,
+            "--dtype",
+            dtype,
+            "--keep",
+            keep,
+            "--out",
+            adapter,
+        )
 
     def evaluated(adapter: Path, budgets: str) -> dict[str, Any]:
         file = args.out / f"eval_{adapter.name}.json"
@@ -192,7 +224,18 @@ def main() -> None:
         without_training = with_rows_of(without_training, evaluated(quarter, "0.25"))
     static = layers_left_out(fitted)
     print("\n# A short training on top\n")
-    command("train", fitted, "--config", args.config, "--model", BASE, "--dtype", dtype, "--out", trained)
+    command(
+        "train",
+        fitted,
+        "--config",
+        args.config,
+        "--model",
+        BASE,
+        "--dtype",
+        dtype,
+        "--out",
+        trained,
+    )
     after_training = evaluated(trained, budgets())
     after_training["rows"] += static
     (args.out / "eval.json").write_text(json.dumps(after_training, indent=2) + "\n")

@@ -68,7 +68,9 @@ class Shape:
 
 
 SHAPES = {
-    "embedded_base": Shape(256, 768, 6, 4, 2, 2048, packages=False, optimizer="adamw", lr=2e-3, steps=1500),
+    "embedded_base": Shape(
+        256, 768, 6, 4, 2, 2048, packages=False, optimizer="adamw", lr=2e-3, steps=1500
+    ),
     "wide_base": Shape(512, 2048, 4, 8, 4, 4096, packages=True, optimizer="muon", lr=4e-3),
 }
 
@@ -98,10 +100,14 @@ def package_texts(known: list[str], held_out: list[str]) -> tuple[list[str], dic
     licences: dict[str, str] = {}
     seen = {text.strip() for text in [*known, *held_out, ""]}
     folders = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    for package in sorted(metadata.distributions(path=folders), key=lambda package: package.name.lower()):
+    for package in sorted(
+        metadata.distributions(path=folders), key=lambda package: package.name.lower()
+    ):
         if package.name.replace("_", "-") == "hf-depthroute":
             continue
-        for file in sorted(file for file in package.files or [] if file.suffix == ".py" and ".." not in file.parts):
+        for file in sorted(
+            file for file in package.files or [] if file.suffix == ".py" and ".." not in file.parts
+        ):
             path = Path(str(package.locate_file(file)))
             if not path.is_file() or path.stat().st_size > LONGEST_FILE:
                 continue
@@ -123,8 +129,14 @@ def long_lines(text: str) -> set[str]:
 def licence(package: metadata.Distribution) -> str:
     """What the package's metadata states, in one line."""
     said = package.metadata
-    classes = [line.split(" :: ")[-1] for line in said.get_all("Classifier") or [] if line.startswith("License ::")]
-    stated = said.get("License-Expression") or ", ".join(classes) or said.get("License") or "not stated"
+    classes = [
+        line.split(" :: ")[-1]
+        for line in said.get_all("Classifier") or []
+        if line.startswith("License ::")
+    ]
+    stated = (
+        said.get("License-Expression") or ", ".join(classes) or said.get("License") or "not stated"
+    )
     return stated.strip().splitlines()[0][:80]
 
 
@@ -143,15 +155,21 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>"
+    )
 
 
-def prepare(shape: Shape, length: int, work: Path) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
+def prepare(
+    shape: Shape, length: int, work: Path
+) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
     """The tokenizer, and a dict of the blocks of both splits and of what the text was; made once, then read."""
     if not (work / "data.pt").exists():
         from datasets import Dataset
 
-        train, validation = (list(load_text(PYTHON_STDLIB, split=s)["text"]) for s in ("train", "validation"))
+        train, validation = (
+            list(load_text(PYTHON_STDLIB, split=s)["text"]) for s in ("train", "validation")
+        )
         packages, licences = package_texts(train, validation) if shape.packages else ([], {})
         tokenizer = train_tokenizer(train + packages[::10], vocab_size=shape.vocabulary)
         tokenizer.save_pretrained(work / "tokenizer")
@@ -198,10 +216,15 @@ def build_optimizers(model: LlamaForCausalLM, name: str, lr: float) -> list[torc
     adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
     if not layers:
         return [adamw]
-    return [adamw, torch.optim.Muon(layers, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
+    return [
+        adamw,
+        torch.optim.Muon(layers, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    ]
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, shape: Shape, args: argparse.Namespace, step: int, start: int):
+def build_schedule(
+    optimizer: torch.optim.Optimizer, shape: Shape, args: argparse.Namespace, step: int, start: int
+):
     """The learning rate from `step` on; `start` is the step from which `--finish` lets it fall."""
     last, warmup = step - 1, args.warmup
     if shape.steps:
@@ -209,7 +232,12 @@ def build_schedule(optimizer: torch.optim.Optimizer, shape: Shape, args: argpars
     total = args.steps or 2**62
     stable = total - total // 5 if not args.finish else start
     return get_wsd_schedule(
-        optimizer, warmup, total - stable, num_stable_steps=stable - warmup, decay_type="linear", last_epoch=last
+        optimizer,
+        warmup,
+        total - stable,
+        num_stable_steps=stable - warmup,
+        decay_type="linear",
+        last_epoch=last,
     )
 
 
@@ -250,7 +278,12 @@ class Log:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         old = path.read_text().splitlines(keepends=True) if path.exists() else []
-        write_text(path, "".join(line for line in old if line.endswith("}\n") and json.loads(line)["step"] <= step))
+        write_text(
+            path,
+            "".join(
+                line for line in old if line.endswith("}\n") and json.loads(line)["step"] <= step
+            ),
+        )
 
     def write(self, row: dict[str, float]) -> None:
         print(json.dumps(row), flush=True)
@@ -261,11 +294,17 @@ class Log:
 def load_state(args: argparse.Namespace) -> dict[str, Any]:
     """The checkpoint to go on from; empty for a new run. An interrupted `--finish` goes on if it is of the newest."""
     places = [args.work / "checkpoint.pt", args.work / "finish.pt"]
-    stable, finishing = (torch.load(place, map_location="cpu") if place.exists() else {} for place in places)
+    stable, finishing = (
+        torch.load(place, map_location="cpu") if place.exists() else {} for place in places
+    )
     if args.finish and not stable:
         raise SystemExit("--finish: there is no checkpoint to finish from")
     if args.finish:
-        return finishing if finishing.get("start") == stable["step"] else {**stable, "start": stable["step"]}
+        return (
+            finishing
+            if finishing.get("start") == stable["step"]
+            else {**stable, "start": stable["step"]}
+        )
     return stable
 
 
@@ -277,14 +316,22 @@ def train(shape: Shape, args: argparse.Namespace) -> None:
     blocks, held_out = data["train"], data["validation"]
     probe = [{"input_ids": block[None].long()} for block in sixteen(held_out)]
 
-    settings = {name: getattr(args, name) for name in ("shape", "optimizer", "batch", "length", "lr", "warmup", "seed")}
+    settings = {
+        name: getattr(args, name)
+        for name in ("shape", "optimizer", "batch", "length", "lr", "warmup", "seed")
+    }
     state = load_state(args)
     if state and state["settings"] != settings:
         raise SystemExit(f"{args.work} holds a run with other settings: {state['settings']}")
     torch.manual_seed(args.seed)
     model = build(shape, tokenizer)
-    print(f"{len(blocks):,} blocks, {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    step, start, seconds, cursor = (state.get(name, 0) for name in ("step", "start", "seconds", "cursor"))
+    print(
+        f"{len(blocks):,} blocks, {sum(p.numel() for p in model.parameters()):,} parameters",
+        flush=True,
+    )
+    step, start, seconds, cursor = (
+        state.get(name, 0) for name in ("step", "start", "seconds", "cursor")
+    )
     if state:
         model.load_state_dict(state["model"])
     model.to(device)
@@ -330,7 +377,9 @@ def train(shape: Shape, args: argparse.Namespace) -> None:
         step += 1
         if step % args.log_every == 0:
             row = {"step": step, "tokens": step * batch.numel(), "loss": round(loss.item(), 4)}
-            row["tokens_per_second"] = round((step - logged_step) * batch.numel() / (time.time() - logged_at), 1)
+            row["tokens_per_second"] = round(
+                (step - logged_step) * batch.numel() / (time.time() - logged_at), 1
+            )
             row["lr"] = optimizers[0].param_groups[0]["lr"]
             if step % args.validate_every == 0:
                 row["validation_loss"] = round(mean_loss(model, probe), 4)
@@ -362,22 +411,34 @@ def train(shape: Shape, args: argparse.Namespace) -> None:
         "steps": step,
         "seconds": round(seconds),
         "machine": machine(device),
-        "optimizer": {name: settings[name] for name in ("optimizer", "lr", "batch", "warmup", "seed")},
+        "optimizer": {
+            name: settings[name] for name in ("optimizer", "lr", "batch", "warmup", "seed")
+        },
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "licences": data["licences"],
     }
     write_json(args.out / "training.json", result)
     write_text(CARDS / f"{args.shape}.md", card(args.out))
-    print(json.dumps({name: value for name, value in result.items() if name != "licences"}, indent=2))
+    print(
+        json.dumps({name: value for name, value in result.items() if name != "licences"}, indent=2)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="embedded_base")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, help="tokens, log and checkpoints; OUT/work unless given")
-    parser.add_argument("--steps", type=int, help="for wide_base: the rate falls over the last fifth of them")
-    parser.add_argument("--finish", action="store_true", help="let the rate fall from the present checkpoint on")
+    parser.add_argument(
+        "--work", type=Path, help="tokens, log and checkpoints; OUT/work unless given"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="for wide_base: the rate falls over the last fifth of them"
+    )
+    parser.add_argument(
+        "--finish", action="store_true", help="let the rate fall from the present checkpoint on"
+    )
     parser.add_argument("--optimizer", choices=["adamw", "muon"])
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
@@ -385,7 +446,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--compile", action="store_true", help="with torch.compile, 1.3 times as fast")
+    parser.add_argument(
+        "--compile", action="store_true", help="with torch.compile, 1.3 times as fast"
+    )
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--validate-every", type=int, default=50)
     parser.add_argument("--save-seconds", type=float, default=300)
@@ -396,7 +459,9 @@ def main() -> None:
         write_text(CARDS / f"{args.shape}.md", card(args.out))
         return
     if args.finish and (shape.steps or args.steps):
-        parser.error("--finish is for a shape without a number of steps, and says itself how many there are")
+        parser.error(
+            "--finish is for a shape without a number of steps, and says itself how many there are"
+        )
     if args.threads:
         torch.set_num_threads(args.threads)
     args.work = args.work or args.out / "work"

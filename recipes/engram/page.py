@@ -14,7 +14,9 @@ def over_memory(runs: engram_report.Runs) -> str:
 
     def over(kind: str, measure: engram_report.Measure) -> str:
         seeds = sorted(set(memory) & set(runs[kind]))
-        return tell_mean([measure(runs[kind][seed]) - measure(memory[seed]) for seed in seeds], sign="+")
+        return tell_mean(
+            [measure(runs[kind][seed]) - measure(memory[seed]) for seed in seeds], sign="+"
+        )
 
     def of_seeds(kind: str) -> str:
         return "" if len(runs[kind]) == len(memory) else f", {len(runs[kind])} seeds"
@@ -33,8 +35,12 @@ def study() -> Study:
     for name, text in engram_report.TEXTS.items():
         steps, runs = next(iter(engram_report.by_steps(read(f"engram/{name}")).items()))
         states = tell_states(row.state for row in engram_report.claims(runs))
-        found = over_memory(runs) if len(runs["memory"]) >= MIN_SEEDS else "too few to decide anything"
-        told.append(f"{steps:,} steps on {text}, {len(runs['memory'])} seeds: {found} (claims: {states})")
+        found = (
+            over_memory(runs) if len(runs["memory"]) >= MIN_SEEDS else "too few to decide anything"
+        )
+        told.append(
+            f"{steps:,} steps on {text}, {len(runs['memory'])} seeds: {found} (claims: {states})"
+        )
     brief = (
         "a Llama of width 128 and its memory from scratch; loss, and how well the gate tells where the memory helps "
         f"(AUC), over the memory alone, ± standard errors. {'. '.join(told)}"

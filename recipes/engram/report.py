@@ -96,13 +96,34 @@ def table(lengths: dict[int, Runs]) -> list[str]:
     lines = []
     for kind, seeds in (item for runs in lengths.values() for item in runs.items()):
         found = list(seeds.values())
-        cells = [KINDS[kind], f"{found[0]['steps']:,}", rates_of(seeds), said([loss(run) for run in found])]
+        cells = [
+            KINDS[kind],
+            f"{found[0]['steps']:,}",
+            rates_of(seeds),
+            said([loss(run) for run in found]),
+        ]
         if kind != "none":
-            layers = [statistics.mean(run["areas"][layer] for run in found) for layer in found[0]["areas"]]
-            cells += [" / ".join(f"{value:.3f}" for value in layers), said([area(run) for run in found])]
-            cells += [said([measure(run) for run in found], sign="+") for measure in (gap, preference)]
+            layers = [
+                statistics.mean(run["areas"][layer] for run in found) for layer in found[0]["areas"]
+            ]
+            cells += [
+                " / ".join(f"{value:.3f}" for value in layers),
+                said([area(run) for run in found]),
+            ]
+            cells += [
+                said([measure(run) for run in found], sign="+") for measure in (gap, preference)
+            ]
         lines.append(cells + [""] * (8 - len(cells)))
-    heads = ["what", "steps", "rate", "loss", "AUC by layer", "AUC", "cold - hot, loss", "hot - cold, alpha"]
+    heads = [
+        "what",
+        "steps",
+        "rate",
+        "loss",
+        "AUC by layer",
+        "AUC",
+        "cold - hot, loss",
+        "hot - cold, alpha",
+    ]
     return markdown_table(heads, lines)
 
 
@@ -148,22 +169,32 @@ def claims(runs: Runs) -> list[Judged]:
         numbers = [measure(runs[kind][seed]) - one for seed, one in zip(seeds, less)]
         row = judge(claim, paper, numbers, expected, len(asked), margin)
         if claim == LEFT and not flipped:
-            row = replace(row, state=OPEN, reason="no seed shows the flip here: what CGS does to it cannot be tested")
+            row = replace(
+                row,
+                state=OPEN,
+                reason="no seed shows the flip here: what CGS does to it cannot be tested",
+            )
         rows.append(row)
     return rows
 
 
 def past_lowest(runs: Runs) -> str:
     """Whether the text is used up: how far the memory alone ends above the lowest loss of its curve."""
-    rises = [loss(run) - min(point["loss"] for point in run["curve"]) for run in runs["memory"].values()]
+    rises = [
+        loss(run) - min(point["loss"] for point in run["curve"]) for run in runs["memory"].values()
+    ]
     if max(rises) == 0:
         return ""
-    return f" The loss of the memory alone ends {tell_mean(rises, 4)} above the lowest of its curve."
+    return (
+        f" The loss of the memory alone ends {tell_mean(rises, 4)} above the lowest of its curve."
+    )
 
 
 def heading(steps: int, runs: Runs) -> str:
     """How long the trainings of a table were, and at which rates."""
-    rates = ", ".join(f"{rates_of(runs[kind])} ({KINDS[kind]})" for kind in ("memory", "cgs") if kind in runs)
+    rates = ", ".join(
+        f"{rates_of(runs[kind])} ({KINDS[kind]})" for kind in ("memory", "cgs") if kind in runs
+    )
     return f"After {steps:,} steps, at learning rates of {rates}.{past_lowest(runs)}"
 
 
@@ -193,22 +224,32 @@ def tuning_table(results: dict[str, Any]) -> list[str]:
     for steps, kind in sorted(tried, key=lambda key: (key[0], list(KINDS).index(key[1]))):
         rows = tried[steps, kind]
         best = min(rows, key=loss)
-        lines.append([KINDS[kind], f"{steps:,}", f"{loss(best):.4f}", f"{best['rate']:g}", str(len(rows))])
-    return markdown_table(["what", "steps", "loss", "learning rate", "rates tried"], lines) if lines else []
+        lines.append(
+            [KINDS[kind], f"{steps:,}", f"{loss(best):.4f}", f"{best['rate']:g}", str(len(rows))]
+        )
+    return (
+        markdown_table(["what", "steps", "loss", "learning rate", "rates tried"], lines)
+        if lines
+        else []
+    )
 
 
 def gradient_table(found: dict[str, Any]) -> list[str]:
     """Norms of the gradients of both losses by part of the model."""
     lines = []
     for part, norms in found["parts"].items():
-        lines.append([part, f"{norms['lm']:.2g}", f"{norms['cgs']:.2g}", f"{norms['cgs'] / norms['lm']:.3g}"])
+        lines.append(
+            [part, f"{norms['lm']:.2g}", f"{norms['cgs']:.2g}", f"{norms['cgs'] / norms['lm']:.3g}"]
+        )
     return markdown_table(["part", "language model", "CGS, lambda 1", "ratio"], lines)
 
 
 def draw(lengths: dict[int, Runs], path: Path) -> None:
     """By length, over the training: loss, that of hot tokens over that of cold ones, and the mean `alpha` of both."""
     count = max(1, len(lengths))
-    figure, rows = plt.subplots(count, 3, figsize=(13, 3.6 * count + 0.6), layout="constrained", squeeze=False)
+    figure, rows = plt.subplots(
+        count, 3, figsize=(13, 3.6 * count + 0.6), layout="constrained", squeeze=False
+    )
     for panels, runs in zip(rows, lengths.values()):
         draw_length(runs, panels)
     titles = (
@@ -231,7 +272,10 @@ def draw_length(runs: Runs, panels: Any) -> None:
     for kind, seeds in runs.items():
         curves = [run["curve"] for run in seeds.values()]
         steps = [point["step"] for point in curves[0]]
-        mean = {name: np.mean([[np.mean(p[name]) for p in curve] for curve in curves], axis=0) for name in curves[0][0]}
+        mean = {
+            name: np.mean([[np.mean(p[name]) for p in curve] for curve in curves], axis=0)
+            for name in curves[0][0]
+        }
         drawn = {"color": f"C{list(KINDS).index(kind)}", "marker": "o", "markersize": 3}
         panels[0].plot(steps, mean["loss"], label=KINDS[kind], **drawn)
         if kind != "none":
@@ -248,7 +292,12 @@ def page(results: dict[str, Any]) -> str:
     lengths = by_steps(results)
     parts = [*table(lengths), "", DIFFERENCES, "", *differences(lengths), ""]
     if tried := tuning_table(results):
-        parts += ["Where learning rates were chosen, one seed, on the text to choose on:", "", *tried, ""]
+        parts += [
+            "Where learning rates were chosen, one seed, on the text to choose on:",
+            "",
+            *tried,
+            "",
+        ]
     if "text" in results:
         text = results["text"]
         sources = ", ".join(f"{name} {version}" for name, version in text["versions"].items())
@@ -260,17 +309,29 @@ def page(results: dict[str, Any]) -> str:
         found = results["gradients"]
         labelled = f"medians over the labelled steps of the last half of {found['steps']} (seed {found['seed']})"
         layer = "table and projections of the layer that is supervised"
-        parts += [f"Norms of gradients in a training with CGS, {labelled}; {layer}:", "", *gradient_table(found), ""]
+        parts += [
+            f"Norms of gradients in a training with CGS, {labelled}; {layer}:",
+            "",
+            *gradient_table(found),
+            "",
+        ]
     if "step" in results:
         step = results["step"]
         ratio = f"{step['ratio']:.3f} ± {step['error']:.3f}"
-        parts += [f"A step of CGS takes {ratio} of a step without, in processor time ({step['rounds']} rounds).", ""]
+        parts += [
+            f"A step of CGS takes {ratio} of a step without, in processor time ({step['rounds']} rounds).",
+            "",
+        ]
     return "\n".join(parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=HERE / "results.json", help="page and picture lie beside it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--results", type=Path, default=HERE / "results.json", help="page and picture lie beside it"
+    )
     path = parser.parse_args().results
     results = json.loads(path.read_text())
     write_text(path.with_suffix(".md"), page(results))

@@ -97,11 +97,16 @@ def package_sources() -> Texts:
             relative = path.relative_to(root.parent)
             if not {"benchmarks", "test", "tests", "testing"} & set(relative.parts):
                 held = zlib.crc32(relative.as_posix().encode()) % 20 == 0
-                texts["validation" if held else "train"].append(path.read_text(encoding="utf-8", errors="replace"))
+                texts["validation" if held else "train"].append(
+                    path.read_text(encoding="utf-8", errors="replace")
+                )
     return held_apart(
         *(
             datasets.concatenate_datasets(
-                [load_text("python-stdlib", split=split), datasets.Dataset.from_dict({"text": found})]
+                [
+                    load_text("python-stdlib", split=split),
+                    datasets.Dataset.from_dict({"text": found}),
+                ]
             )
             for split, found in texts.items()
         )
@@ -122,7 +127,9 @@ def held_apart(train: Any, held: Any) -> Texts:
 
 def described(text: Texts, packages: tuple[str, ...]) -> dict[str, Any]:
     """How many tokens each part of a text has, and what it is from."""
-    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    versions = {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in packages
+    }
     return {"tokens": {part: rows.numel() for part, rows in text.items()}, "versions": versions}
 
 
@@ -173,7 +180,11 @@ def gpt2() -> Any:
     """That of the publication."""
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=128_815, tie_word_embeddings=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+            vocab_size=128_815,
+            tie_word_embeddings=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
     )
 
@@ -196,7 +207,9 @@ def with_memory(size: Size, seed: int) -> Any:
     """The base with a memory; all of it trains."""
     fields = preset("counterfactual-gate-supervision-memory")[0].to_dict()
     sizes = {name: fields[name] for name in ("memory_width", "memory_heads", "ngram_order")}
-    config = DepthRouteConfig(target="memory", layers=size.layers, memory_slots=size.slots, seed=seed, **sizes)
+    config = DepthRouteConfig(
+        target="memory", layers=size.layers, memory_slots=size.slots, seed=seed, **sizes
+    )
     return get_depth_routed_model(base(size, seed), config).requires_grad_(True)
 
 
@@ -206,7 +219,9 @@ def smoothed_loss(inputs: losses.LossInputs) -> torch.Tensor | None:
         return None
     means = {}
     for index, labels in inputs.counterfactual.items():
-        counted = torch.stack([labels.utility * labels.valid, labels.valid.to(labels.utility)], dim=1)
+        counted = torch.stack(
+            [labels.utility * labels.valid, labels.valid.to(labels.utility)], dim=1
+        )
         sums = torch.nn.functional.avg_pool1d(counted, SMOOTHED, stride=1, padding=SMOOTHED // 2)
         means[index] = dataclasses.replace(labels, utility=sums[:, 0] / sums[:, 1].clamp(min=1e-6))
     return losses.cgs_loss(dataclasses.replace(inputs, counterfactual=means))
@@ -218,7 +233,9 @@ def heat(model: Any, train: torch.Tensor, report: torch.Tensor) -> torch.Tensor:
     order = model.peft_config["default"].ngram_order
     counts = torch.zeros(len(routing.table))
     for rows in train.split(512):
-        counts += torch.bincount(routing.slots(suffixes(rows, order, None)).flatten(), minlength=len(counts))
+        counts += torch.bincount(
+            routing.slots(suffixes(rows, order, None)).flatten(), minlength=len(counts)
+        )
     return counts[routing.slots(suffixes(report, order, None))].add(1).log().mean(-1)
 
 
@@ -235,15 +252,24 @@ def measured(model: Any, report: torch.Tensor, hot: torch.Tensor | None) -> dict
     for ids in report.to(model.device).split(BATCH):
         with contextlib.nullcontext({}) if hot is None else record_routes(model) as trace:
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        found.append(token_losses(logits.flatten(0, 1), ids[:, 1:].flatten()).view(len(ids), -1).cpu())
-        alphas.append(torch.stack([record.probs for record in trace.values()]).cpu() if hot is not None else None)
+        found.append(
+            token_losses(logits.flatten(0, 1), ids[:, 1:].flatten()).view(len(ids), -1).cpu()
+        )
+        alphas.append(
+            torch.stack([record.probs for record in trace.values()]).cpu()
+            if hot is not None
+            else None
+        )
     model.train()
     loss = torch.cat(found)
     point: dict[str, Any] = {"loss": float(loss.mean())}
     if hot is not None:
         alpha = torch.cat(alphas, dim=1)[..., :-1]
         for name, chosen in (("hot", hot[:, :-1]), ("cold", ~hot[:, :-1])):
-            point |= {name: float(loss[chosen].mean()), f"alpha_{name}": alpha[:, chosen].mean(-1).tolist()}
+            point |= {
+                name: float(loss[chosen].mean()),
+                f"alpha_{name}": alpha[:, chosen].mean(-1).tolist(),
+            }
     return point
 
 
@@ -256,8 +282,13 @@ def areas(model: Any, report: torch.Tensor) -> dict[str, float | None]:
         with torch.no_grad(), record_routes(model) as trace:
             model(input_ids=ids, use_cache=False, logits_to_keep=1)
         for index, labels in utility_labels(model, batch, "on_policy", window=1).items():
-            seen.setdefault(index, []).append((trace[index].probs[labels.valid], labels.utility[labels.valid]))
-    return {str(index): oracle_auc(*(torch.cat(part) for part in zip(*rows))) for index, rows in seen.items()}
+            seen.setdefault(index, []).append(
+                (trace[index].probs[labels.valid], labels.utility[labels.valid])
+            )
+    return {
+        str(index): oracle_auc(*(torch.cat(part) for part in zip(*rows)))
+        for index, rows in seen.items()
+    }
 
 
 class Curve(transformers.TrainerCallback):
@@ -272,7 +303,9 @@ class Curve(transformers.TrainerCallback):
             self.points.append({"step": state.global_step} | self.measure())
 
 
-def train(kind: str, text: Texts, part: str, seed: int, steps: int, rate: float, size: Size) -> dict[str, Any]:
+def train(
+    kind: str, text: Texts, part: str, seed: int, steps: int, rate: float, size: Size
+) -> dict[str, Any]:
     """Train one kind from scratch; its curve on a part of the text, and the areas at its end."""
     model = base(size, seed) if kind == "none" else with_memory(size, seed)
     hot = None
@@ -314,11 +347,17 @@ def gradients(text: Texts, seed: int, steps: int, rate: float, size: Size) -> di
         if inputs.counterfactual is None or found is None or inputs.lm is None:
             return found
         (layer,) = inputs.counterfactual
-        memory = {name: weight for name, weight in layers[layer].named_parameters() if "depth_route" in name}
+        memory = {
+            name: weight
+            for name, weight in layers[layer].named_parameters()
+            if "depth_route" in name
+        }
         parts = {
             "embedding": [model.get_input_embeddings().weight],
             "first layer": list(layers[0].parameters()),
-            "projections": [weight for name, weight in memory.items() if not name.endswith(".table")],
+            "projections": [
+                weight for name, weight in memory.items() if not name.endswith(".table")
+            ],
             "table": [weight for name, weight in memory.items() if name.endswith(".table")],
         }
         row = {}
@@ -327,7 +366,9 @@ def gradients(text: Texts, seed: int, steps: int, rate: float, size: Size) -> di
                 torch.autograd.grad(loss, weights, retain_graph=True, materialize_grads=True)
                 for loss in (inputs.lm, found)
             ]
-            row[part] = [float(torch.cat([one.flatten() for one in grads]).norm()) for grads in both]
+            row[part] = [
+                float(torch.cat([one.flatten() for one in grads]).norm()) for grads in both
+            ]
         seen.append(row)
         return found
 
@@ -335,13 +376,18 @@ def gradients(text: Texts, seed: int, steps: int, rate: float, size: Size) -> di
         trainer_of("cgs", model, text["train"], seed, steps, rate).train()
     last = seen[len(seen) // 2 :]
     medians = {
-        part: {name: statistics.median(row[part][i] for row in last) for i, name in enumerate(("lm", "cgs"))}
+        part: {
+            name: statistics.median(row[part][i] for row in last)
+            for i, name in enumerate(("lm", "cgs"))
+        }
         for part in last[0]
     }
     return {"seed": seed, "steps": steps, "rate": rate, "parts": medians}
 
 
-def trainer_of(kind: str, model: Any, rows: torch.Tensor, seed: int, steps: int, rate: float) -> transformers.Trainer:
+def trainer_of(
+    kind: str, model: Any, rows: torch.Tensor, seed: int, steps: int, rate: float
+) -> transformers.Trainer:
     """The published optimizer; a tenth of the steps passes before gates are supervised, with a curriculum a half."""
     common = {
         "output_dir": tempfile.gettempdir(), "max_steps": steps, "learning_rate": rate, "seed": seed,
@@ -351,7 +397,9 @@ def trainer_of(kind: str, model: Any, rows: torch.Tensor, seed: int, steps: int,
     }  # fmt: skip
     dataset = [{"input_ids": row, "labels": row} for row in rows]
     if kind == "none":
-        return transformers.Trainer(model, transformers.TrainingArguments(**common), train_dataset=dataset)
+        return transformers.Trainer(
+            model, transformers.TrainingArguments(**common), train_dataset=dataset
+        )
     supervised = {
         "cgs_weight": SUPERVISED.get(kind, 0.0),
         "cgs_interval": 4,
@@ -408,11 +456,15 @@ class Results:
         rows = [row for key, row in self.found.items() if key.startswith(f"tuning {tuned} ")]
         if not rows:
             return size.rate
-        best = min(rows, key=lambda row: (abs(math.log(row["steps"] / steps)), row["curve"][-1]["loss"]))
+        best = min(
+            rows, key=lambda row: (abs(math.log(row["steps"] / steps)), row["curve"][-1]["loss"])
+        )
         return float(best["rate"])
 
 
-def tune(text: Texts, seed: int, kinds: list[str], steps: int, rate: float, size: Size, results: Results) -> None:
+def tune(
+    text: Texts, seed: int, kinds: list[str], steps: int, rate: float, size: Size, results: Results
+) -> None:
     """Rates that double, or halve, until the loss rises."""
 
     def loss(kind: str, rate: float) -> float:
@@ -433,16 +485,26 @@ def parameters(size: Size) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
+    parser.add_argument(
+        "--tune", action="store_true", help="try learning rates instead, with the first seed"
+    )
     parser.add_argument("--rate", type=float, help="the first that --tune tries")
-    parser.add_argument("--gradients", action="store_true", help="measure gradients instead, with the first seed")
-    parser.add_argument("--count", action="store_true", help="count the parameters, and train nothing")
-    parser.add_argument("--out", type=Path, help="default: results.json beside this file; of other sizes, SIZE.json")
+    parser.add_argument(
+        "--gradients", action="store_true", help="measure gradients instead, with the first seed"
+    )
+    parser.add_argument(
+        "--count", action="store_true", help="count the parameters, and train nothing"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="default: results.json beside this file; of other sizes, SIZE.json"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     size = SIZES[args.size]
@@ -451,7 +513,9 @@ def main() -> None:
         return
     torch.set_num_threads(args.threads)
     text = size.texts()
-    results = Results(args.out or HERE / ("results.json" if args.size == "small" else f"{args.size}.json"))
+    results = Results(
+        args.out or HERE / ("results.json" if args.size == "small" else f"{args.size}.json")
+    )
     if args.tune:
         tuned = [kind for kind in args.kinds if kind in ("none", "memory", "cgs")]
         tune(text, args.seeds[0], tuned, args.steps, args.rate or size.rate, size, results)
@@ -469,7 +533,9 @@ def main() -> None:
         steps = round(args.steps * more) if kind == "equal" else args.steps
         rate = results.rate(kind, size, args.steps)
         key = f"{kind} {seed} {args.steps}"
-        run = results.once(key, lambda k=kind, s=seed, n=steps, r=rate: train(k, text, "report", s, n, r, size))
+        run = results.once(
+            key, lambda k=kind, s=seed, n=steps, r=rate: train(k, text, "report", s, n, r, size)
+        )
         if run["rate"] != rate:
             raise SystemExit(
                 f"{results.path.name}: {key!r} was trained at {run['rate']:g}, the search says {rate:g}; "

@@ -37,7 +37,9 @@ class SlotUse:
 
 
 @torch.no_grad()
-def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> dict[int, SlotUse]:
+def slot_use(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[str, Any]
+) -> dict[int, SlotUse]:
     """Occupancy and collisions of every memory on a text; no forward pass.
 
         slot_use(model, [{"input_ids": ids}])[2].collided
@@ -55,12 +57,16 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
     routings = active_routings(model)
     config = routings[0].active_config()
     if not config.has_memory:
-        raise ValueError(f"slot_use: target={config.target!r} has no table of slots, nor has branch={config.branch!r}")
+        raise ValueError(
+            f"slot_use: target={config.target!r} has no table of slots, nor has branch={config.branch!r}"
+        )
     seen_GN = torch.empty(0, config.ngram_order, dtype=torch.int64)
     pending: list[torch.Tensor] = []
     for batch in model_inputs(model, batches):
         real = token_mask(batch)
-        ngrams = suffixes(batch["input_ids"], config.ngram_order, real, document_starts(batch)).clamp(min=MISSING)
+        ngrams = suffixes(
+            batch["input_ids"], config.ngram_order, real, document_starts(batch)
+        ).clamp(min=MISSING)
         pending.append(ngrams[real].cpu().unique(dim=0))
         # Each is sorted a few times, and not with every batch.
         if sum(map(len, pending)) > len(seen_GN):
@@ -73,7 +79,9 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
         for place, order in enumerate(range(shortest_order(config), config.ngram_order + 1)):
             ngrams_GN = torch.full_like(seen_GN, MISSING)
             ngrams_GN[:, :order] = seen_GN[:, :order]
-            slots_GK = memory.slots(ngrams_GN.unique(dim=0)).unflatten(-1, (-1, config.memory_heads))[:, place]
+            slots_GK = memory.slots(ngrams_GN.unique(dim=0)).unflatten(
+                -1, (-1, config.memory_heads)
+            )[:, place]
             for slots_G in slots_GK.unbind(dim=-1):
                 counts = slots_G.unique(return_counts=True)[1]
                 hit, lookups = hit + len(counts), lookups + len(slots_G)

@@ -41,13 +41,19 @@ def branch_pairs(found: dict[str, Any]) -> dict[tuple[int, str, int], list[Pair]
         pairs.setdefault((0, side, int(rest[0])), []).append((memory, rank))
         after: Pair = memory.get("trained", {}), rank.get("trained", {})
         if after[0] and after[0]["steps"] == after[1].get("steps"):
-            pairs.setdefault((after[0]["steps"], side, int(rest[0])), []).append((memory | after[0], rank | after[1]))
+            pairs.setdefault((after[0]["steps"], side, int(rest[0])), []).append(
+                (memory | after[0], rank | after[1])
+            )
     return pairs
 
 
 def branch_table(results: dict[str, Any]) -> list[str]:
     """Both branches in the same place, fitted and trained."""
-    pairs = {(base, *key): rows for base in BASES for key, rows in sorted(branch_pairs(results[base]).items())}
+    pairs = {
+        (base, *key): rows
+        for base in BASES
+        for key, rows in sorted(branch_pairs(results[base]).items())
+    }
     lines = []
     for (base, steps, side, count), rows in pairs.items():
         shares, losses = (
@@ -57,7 +63,16 @@ def branch_table(results: dict[str, Any]) -> list[str]:
         difference = interval([memory["more"] - rank["more"] for memory, rank in rows], len(pairs))
         where = [BASES[base], f"{steps:,}", SIDES[side], str(count)]
         lines.append([*where, " / ".join(dict.fromkeys(shares)), *losses, difference.tell()])
-    heads = ["base", "steps", "what", "layers' worth", "share run", BRANCHES["memory"], BRANCHES["rank"], "difference"]
+    heads = [
+        "base",
+        "steps",
+        "what",
+        "layers' worth",
+        "share run",
+        BRANCHES["memory"],
+        BRANCHES["rank"],
+        "difference",
+    ]
     return markdown_table(heads, lines)
 
 
@@ -98,7 +113,9 @@ def section(results: dict[str, Any], times: dict[str, Any]) -> list[str]:
 
 def page() -> str:
     """`branches.md`."""
-    results, times = (json.loads((HERE / name).read_text()) for name in ("results.json", "branch_time.json"))
+    results, times = (
+        json.loads((HERE / name).read_text()) for name in ("results.json", "branch_time.json")
+    )
     return "\n".join([*section(results, times), ""])
 
 

@@ -36,12 +36,16 @@ STEPS = 32
 def left_out(base: Base, kind: str, layers: list[int]) -> Any:
     model = base.model()
     branch = branch_of(kind, model.config.hidden_size)
-    return get_depth_routed_model(model, DepthRouteConfig(layers=layers, gate="none", **branch)).eval()
+    return get_depth_routed_model(
+        model, DepthRouteConfig(layers=layers, gate="none", **branch)
+    ).eval()
 
 
 def multiplied(model: Any) -> float:
     """The weights that a skipped token is multiplied with, per layer."""
-    return statistics.mean(branch_weights(routing, model.config) for routing in active_routings(model))
+    return statistics.mean(
+        branch_weights(routing, model.config) for routing in active_routings(model)
+    )
 
 
 @torch.no_grad()
@@ -57,7 +61,9 @@ def decode(model: Any, ids: torch.Tensor) -> None:
     model.generate(input_ids=ids[:1, :16], attention_mask=torch.ones_like(ids[:1, :16]), **made)
 
 
-def ratios(models: dict[str, Any], work: Callable[[Any], None], rounds: int) -> dict[str, dict[str, float | None]]:
+def ratios(
+    models: dict[str, Any], work: Callable[[Any], None], rounds: int
+) -> dict[str, dict[str, float | None]]:
     """Milliseconds, and the ratio to the first of `KINDS` with its standard error, for each kind."""
     order, found = random.Random(0), {}
     seconds: dict[str, list[float]] = {kind: [] for kind in models}
@@ -67,12 +73,18 @@ def ratios(models: dict[str, Any], work: Callable[[Any], None], rounds: int) -> 
             seconds[kind].append(seconds_of(functools.partial(work, models[kind]), CPU))
     for kind, taken in seconds.items():
         value, error = Estimate.of([a / b for a, b in zip(taken, seconds[KINDS[0]])]).rounded()
-        found[kind] = {"milliseconds": round(1000 * statistics.median(taken), 3), "ratio": value, "error": error}
+        found[kind] = {
+            "milliseconds": round(1000 * statistics.median(taken), 3),
+            "ratio": value,
+            "error": error,
+        }
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -44,7 +44,9 @@ def resident_bytes() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen2.5-0.5b")
     parser.add_argument("--depth", type=int, help="keep so many layers")
     parser.add_argument("--vocabulary", type=int, default=2048)
@@ -57,11 +59,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    model = random_model(args.shape, getattr(torch, args.dtype), depth=args.depth, vocabulary=args.vocabulary)
-    batches = [{"input_ids": ids} for ids in random_tokens(model, args.tokens // args.length, args.length).split(8)]
+    model = random_model(
+        args.shape, getattr(torch, args.dtype), depth=args.depth, vocabulary=args.vocabulary
+    )
+    batches = [
+        {"input_ids": ids}
+        for ids in random_tokens(model, args.tokens // args.length, args.length).split(8)
+    ]
     passes = [seconds_of_a_pass(model, batches) for _ in range(2)]
     before, start = resident_bytes(), time.perf_counter()
-    routed = fit_router(model, batches, keep=0.5, config=DepthRouteConfig(layers="all", gate=args.gate))
+    routed = fit_router(
+        model, batches, keep=0.5, config=DepthRouteConfig(layers="all", gate=args.gate)
+    )
     fitting, after = time.perf_counter() - start, resident_bytes()
     with routed.disable_adapter():
         passes += [seconds_of_a_pass(routed, batches) for _ in range(2)]

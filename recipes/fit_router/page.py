@@ -19,10 +19,16 @@ def study() -> Study:
     def less(found: dict[str, Any], trained: bool, gates: str = "mlp") -> str:
         """The parts spared, by the number of layers' worth of calls skipped."""
         points = fit_report.summary(found, trained)
-        routed = [points[gates, count] for count in sorted(count for kind, count in points if kind == gates)]
+        routed = [
+            points[gates, count]
+            for count in sorted(count for kind, count in points if kind == gates)
+        ]
         return " / ".join(f"{fit_report.spared(points, point):.0%}" for point in routed)
 
-    said, trained = [], [base for base, found in results.items() if fit_report.summary(found, trained=True)]
+    said, trained = (
+        [],
+        [base for base, found in results.items() if fit_report.summary(found, trained=True)],
+    )
     for base, found in results.items():
         skipped = [
             f"{1 - row['share']:.0%}"
@@ -40,9 +46,13 @@ def study() -> Study:
             if kind == "static_memory" and row["seeds"] > 2
         ]
         after += (
-            f"; layers left out lose {' / '.join(tables)} less with a table of n-grams in their place" if tables else ""
+            f"; layers left out lose {' / '.join(tables)} less with a table of n-grams in their place"
+            if tables
+            else ""
         )
-        said.append(f"{fit_report.TITLES[base]} {less(found, False)} less at {' / '.join(skipped)} skipped{after}")
+        said.append(
+            f"{fit_report.TITLES[base]} {less(found, False)} less at {' / '.join(skipped)} skipped{after}"
+        )
     said.append(branch_report.in_brief(results))
     intro = (
         "`fit_router` beside the best of all subsets of FFNs to leave out, with the same branches fitted on the same "

@@ -76,7 +76,9 @@ def first_token(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=HERE / "phases.json")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -91,10 +93,17 @@ def main() -> None:
         for seed in args.seeds:
             model, _ = fitted(base, "mlp", keep, seed)
             dense = losses(model, base.text.report, "full", "full")
-            row: dict[str, Any] = {"keep": keep, "seed": seed, "share": share_of_calls(model, base.text.report)}
+            row: dict[str, Any] = {
+                "keep": keep,
+                "seed": seed,
+                "share": share_of_calls(model, base.text.report),
+            }
             for name, phases in {"all": ("all", "all"), "prefill": ("prefill", "full")}.items():
                 more = losses(model, base.text.report, *phases) - dense
-                row[name] = {"more": float(more.mean()), "error": float(more.std() / len(more) ** 0.5)}
+                row[name] = {
+                    "more": float(more.mean()),
+                    "error": float(more.std() / len(more) ** 0.5),
+                }
             row["first_token"] = first_token(model, prompts)
             rows.append(row)
             print(row, flush=True)

@@ -43,7 +43,9 @@ ERRORS = "A number after ± is a standard error, of a mean over seeds (their num
 TUNED = "Where learning rates were chosen, two layers' worth of calls skipped, one seed, on the text to choose on:"
 
 
-def runs_of(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
+def runs_of(
+    found: dict[str, Any], trained: bool = False
+) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
     """`{(kind, layers' worth of calls skipped): {seed: run}}` of one base; after training, those with most steps."""
     runs: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for key, row in found.items():
@@ -51,7 +53,11 @@ def runs_of(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int
         if kind in KINDS and ("trained" if trained else "more") in row:
             count, seed = map(int, rest)
             runs.setdefault((kind, count), {})[seed] = row | row["trained"] if trained else row
-    steps = max((row["steps"] for seeds in runs.values() for row in seeds.values()), default=0) if trained else 0
+    steps = (
+        max((row["steps"] for seeds in runs.values() for row in seeds.values()), default=0)
+        if trained
+        else 0
+    )
     return {
         key: {seed: row for seed, row in seeds.items() if row.get("steps", 0) == steps}
         for key, seeds in runs.items()
@@ -59,7 +65,9 @@ def runs_of(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int
     }
 
 
-def summary(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int], dict[str, float]]:
+def summary(
+    found: dict[str, Any], trained: bool = False
+) -> dict[tuple[str, int], dict[str, float]]:
     """`{(kind, layers' worth of calls skipped): means over seeds}` of one base."""
     return {
         key: {
@@ -93,7 +101,9 @@ def comparable(points: Iterable[tuple[str, int]], kind: str, count: int) -> bool
     return kind != rival(kind) and {count - 1, count} <= there
 
 
-def spared(points: dict[tuple[str, int], dict[str, float]], point: dict[str, float], static: str = "static") -> float:
+def spared(
+    points: dict[tuple[str, int], dict[str, float]], point: dict[str, float], static: str = "static"
+) -> float:
     """The part that `point` spares of what leaving layers out loses at the same share."""
     rows = (row for (kind, _), row in points.items() if kind == static)
     return 1 - point["more"] / left_out_at(point["share"], rows)
@@ -110,7 +120,8 @@ def by_chance(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, i
         both = set(seeds).intersection(*static)
         if comparable(runs, kind, count) and len(both) > 2:
             differences = [
-                seeds[seed]["more"] - left_out_at(seeds[seed]["share"], (of[seed] for of in static)) for seed in both
+                seeds[seed]["more"] - left_out_at(seeds[seed]["share"], (of[seed] for of in static))
+                for seed in both
             ]
             chances[kind, count] = float(ttest_1samp(differences, 0.0).pvalue)
     return {key: min(1.0, p * len(chances)) for key, p in chances.items()}
@@ -123,12 +134,28 @@ def table(results: dict[str, Any], trained: bool = False) -> list[str]:
         points, chances = summary(found, trained), by_chance(found, trained)
         for kind, count in sorted(points, key=lambda key: (key[1], list(KINDS).index(key[0]))):
             point = points[kind, count]
-            less = f"{spared(points, point, rival(kind)):.0%}" if comparable(points, kind, count) else ""
+            less = (
+                f"{spared(points, point, rival(kind)):.0%}"
+                if comparable(points, kind, count)
+                else ""
+            )
             p = chances.get((kind, count))
             chance = "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
             steps = [f"{point['steps']:,.0f}"] if trained else []
-            lines.append([TITLES[base], *steps, KINDS[kind], f"{1 - point['share']:.1%}", said(point), less, chance])
-    return markdown_table(["base", *(["steps"] if trained else []), "what", "skipped", "loss", "less", "p"], lines)
+            lines.append(
+                [
+                    TITLES[base],
+                    *steps,
+                    KINDS[kind],
+                    f"{1 - point['share']:.1%}",
+                    said(point),
+                    less,
+                    chance,
+                ]
+            )
+    return markdown_table(
+        ["base", *(["steps"] if trained else []), "what", "skipped", "loss", "less", "p"], lines
+    )
 
 
 def tuning_table(results: dict[str, Any]) -> list[str]:
@@ -140,11 +167,20 @@ def tuning_table(results: dict[str, Any]) -> list[str]:
                 _, kind, steps, _ = key.split()
                 rows.setdefault((base, int(steps), kind), []).append(row)
     lines = []
-    for base, steps, kind in sorted(rows, key=lambda key: (key[0], key[1], list(KINDS).index(key[2]))):
+    for base, steps, kind in sorted(
+        rows, key=lambda key: (key[0], key[1], list(KINDS).index(key[2]))
+    ):
         tried = rows[base, steps, kind]
         best = min(tried, key=lambda row: row["more"])
         lines.append(
-            [TITLES[base], f"{steps:,}", KINDS[kind], f"+{best['more']:.4f}", f"{best['rate']:g}", str(len(tried))]
+            [
+                TITLES[base],
+                f"{steps:,}",
+                KINDS[kind],
+                f"+{best['more']:.4f}",
+                f"{best['rate']:g}",
+                str(len(tried)),
+            ]
         )
     return markdown_table(["base", "steps", "what", "loss", "learning rate", "rates tried"], lines)
 
@@ -163,13 +199,16 @@ def phases_table(found: dict[str, Any]) -> list[str]:
         points = [
             {
                 "more": statistics.mean(row[kind]["more"] for row in rows),
-                "error": statistics.stdev(row[kind]["more"] for row in rows) / len(rows) ** 0.5 if rows[1:] else 0.0,
+                "error": statistics.stdev(row[kind]["more"] for row in rows) / len(rows) ** 0.5
+                if rows[1:]
+                else 0.0,
                 "seeds": len(rows),
             }
             for kind in ("all", "prefill")
         ]
         times = [
-            f"{statistics.mean(row['first_token'][kind]['ratio'] for row in rows):.2f}" for kind in ("all", "prefill")
+            f"{statistics.mean(row['first_token'][kind]['ratio'] for row in rows):.2f}"
+            for kind in ("all", "prefill")
         ]
         lines.append([f"{1 - share:.1%}", *map(said, points), *times])
     heads = ["everything routed", "the prompt only"]
@@ -179,16 +218,44 @@ def phases_table(found: dict[str, Any]) -> list[str]:
 def draw(results: dict[str, Any], path: Path) -> None:
     """Losses against the share skipped: a column for each base, without training above and trained below."""
     figure, axes = plt.subplots(2, len(results), figsize=(3.6 * len(results), 6.6), squeeze=False)
-    there = {kind for found in results.values() for kind, _ in summary(found) | summary(found, trained=True)}
-    colors = dict(zip((kind for kind in KINDS if kind in there), (plt.colormaps["tab20"](n) for n in range(20))))
-    for axis, (trained, (base, found)) in zip(axes.flat, itertools.product((False, True), results.items())):
+    there = {
+        kind
+        for found in results.values()
+        for kind, _ in summary(found) | summary(found, trained=True)
+    }
+    colors = dict(
+        zip(
+            (kind for kind in KINDS if kind in there),
+            (plt.colormaps["tab20"](n) for n in range(20)),
+        )
+    )
+    for axis, (trained, (base, found)) in zip(
+        axes.flat, itertools.product((False, True), results.items())
+    ):
         points = summary(found, trained)
-        steps = next((f", {point['steps']:,.0f} steps" for point in points.values()), "") if trained else ""
+        steps = (
+            next((f", {point['steps']:,.0f} steps" for point in points.values()), "")
+            if trained
+            else ""
+        )
         for kind, color in colors.items():
-            line = sorted((1 - row["share"], row["more"], row["error"]) for (k, _), row in points.items() if k == kind)
+            line = sorted(
+                (1 - row["share"], row["more"], row["error"])
+                for (k, _), row in points.items()
+                if k == kind
+            )
             if line:
                 x, y, error = zip(*[(0.0, 0.0, 0.0), *line])
-                axis.errorbar(x, y, yerr=error, marker="o", markersize=4, capsize=2, color=color, label=KINDS[kind])
+                axis.errorbar(
+                    x,
+                    y,
+                    yerr=error,
+                    marker="o",
+                    markersize=4,
+                    capsize=2,
+                    color=color,
+                    label=KINDS[kind],
+                )
         axis.set_title(f"{TITLES[base]}{steps}", fontsize=10)
         axis.set_xlabel("share of FFN calls skipped")
         axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
@@ -197,8 +264,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.set_visible(bool(points))
     for row in axes:
         row[0].set_ylabel("loss over the dense base, nats")
-    labels = dict(pair for axis in axes.flat for pair in zip(*reversed(axis.get_legend_handles_labels())))
-    figure.legend(labels.values(), labels.keys(), loc="upper center", ncols=4, fontsize=8, frameon=False)
+    labels = dict(
+        pair for axis in axes.flat for pair in zip(*reversed(axis.get_legend_handles_labels()))
+    )
+    figure.legend(
+        labels.values(), labels.keys(), loc="upper center", ncols=4, fontsize=8, frameon=False
+    )
     figure.tight_layout(rect=(0, 0, 1, 0.88))
     write_bytes(path, png_of(figure, dpi=130))
 
@@ -214,7 +285,9 @@ def draw_time(found: dict[str, Any], time: Callable[[str, float], float], path: 
     points = summary(found)
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     for kind, color in (("static", "C0"), ("mlp", "C2")):
-        rows = sorted((row["share"], row["more"], row["error"]) for (k, _), row in points.items() if k == kind)
+        rows = sorted(
+            (row["share"], row["more"], row["error"]) for (k, _), row in points.items() if k == kind
+        )
         x, more, error = zip(*rows, (1.0, 0.0, 0.0))
         for axis, places in zip(panels, (x, [time(kind, share) for share in x])):
             note = {"static": ", time modelled", "mlp": ", times of the demo's routers"}[kind]
@@ -235,12 +308,19 @@ def page(results: dict[str, Any], phases: dict[str, Any]) -> str:
     if any(summary(found, trained=True) for found in results.values()):
         parts += [TRAINED, "", *table(results, trained=True), ""]
     parts += [TUNED, "", *tuning_table(results), ""]
-    parts += [f"The text behind a routed prompt of {phases['prompt']} tokens:", "", *phases_table(phases), ""]
+    parts += [
+        f"The text behind a routed prompt of {phases['prompt']} tokens:",
+        "",
+        *phases_table(phases),
+        "",
+    ]
     return "\n".join(parts)
 
 
 def main() -> None:
-    results, phases = (json.loads((HERE / name).read_text()) for name in ("results.json", "phases.json"))
+    results, phases = (
+        json.loads((HERE / name).read_text()) for name in ("results.json", "phases.json")
+    )
     write_text(HERE / "results.md", page(results, phases))
     draw(results, HERE / "results.png")
 

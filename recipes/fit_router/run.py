@@ -42,18 +42,39 @@ BATCH = 8
 KINDS = ("static", "mlp", "affine")  # the best layers left out, and the gates that are fitted
 # The same with branches that also look n-grams up, and with ranks that multiply a token with as many weights as these.
 OTHER_BRANCHES = ("static_memory", "mlp_memory", "static_rank", "mlp_rank")
-MEMORY = {"branch": "memory", "memory_slots": 32768, "memory_width": 64, "memory_heads": 1, "ngram_order": 2}
+MEMORY = {
+    "branch": "memory",
+    "memory_slots": 32768,
+    "memory_width": 64,
+    "memory_heads": 1,
+    "ngram_order": 2,
+}
 
 # Gates that are learned, from random weights: fields of the adapter, and losses beside the divergence from the base.
-_ORACLE = {"oracle": "all_full", "util_weight": 1.0, "rank_weight": 0.2, "budget_weight": 1.0, "alive_weight": 0.5}
+_ORACLE = {
+    "oracle": "all_full",
+    "util_weight": 1.0,
+    "rank_weight": 0.2,
+    "budget_weight": 1.0,
+    "alive_weight": 0.5,
+}
 LEARNED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "random": ({"gate": "random"}, {}),
-    "linear": ({"gate": "linear", "threshold": "budget"}, {"budget_weight": 1.0, "alive_weight": 0.5}),
+    "linear": (
+        {"gate": "linear", "threshold": "budget"},
+        {"budget_weight": 1.0, "alive_weight": 0.5},
+    ),
     "oracle": ({"gate": "mlp"}, _ORACLE),
-    "jepa": ({"gate": "jepa", "context_dim": 51, "summary_dim": 26, "action_dim": 6}, _ORACLE | {"jepa_weight": 1.0}),
+    "jepa": (
+        {"gate": "jepa", "context_dim": 51, "summary_dim": 26, "action_dim": 6},
+        _ORACLE | {"jepa_weight": 1.0},
+    ),
     "similarity": ({"gate": "mlp"}, {"similarity_weight": 1.0}),
     "recoverability": ({"gate": "mlp"}, {"recoverability_weight": 1.0}),
-    "annealed": ({"gate": "mlp"}, {"recoverability_weight": 1.0, "budget_start": 1.0, "budget_schedule_steps": 750}),
+    "annealed": (
+        {"gate": "mlp"},
+        {"recoverability_weight": 1.0, "budget_start": 1.0, "budget_schedule_steps": 750},
+    ),
     "gumbel": ({"gate": "mlp", "selection": "gumbel"}, {"budget_weight": 1.0, "alive_weight": 0.5}),
     "controller": ({"gate": "mlp", "selection": "controller"}, {"controller_step": 0.1}),
 }
@@ -97,7 +118,9 @@ def load(path: Path, dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
     """A base in evaluation mode; `changed` are fields of its configuration."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, **changed).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, trust_remote_code=False, **changed
+    ).eval()
 
 
 def embedded() -> Base:
@@ -120,7 +143,9 @@ def python_sources(folder: Path, dtype: torch.dtype) -> Base:
         for split in ("train", "validation")
     )
     held = held[torch.randperm(len(held), generator=torch.Generator().manual_seed(0))]
-    return Base(lambda: load(folder, dtype), Text(train, held[:64], held[64:192]), (1, 2, 3), rows=64)
+    return Base(
+        lambda: load(folder, dtype), Text(train, held[:64], held[64:192]), (1, 2, 3), rows=64
+    )
 
 
 def stories(data: Path) -> Base:
@@ -131,7 +156,9 @@ def stories(data: Path) -> Base:
     ids = tokenizer((data / "stories.txt").read_text(), add_special_tokens=False).input_ids
     rows = blocks(ids, 256)
     first, second = int(0.7 * len(rows)), int(0.8 * len(rows))
-    return Base(lambda: load(folder), Text(rows[:first], rows[first:second], rows[second:]), (1, 2), rows=64)
+    return Base(
+        lambda: load(folder), Text(rows[:first], rows[first:second], rows[second:]), (1, 2), rows=64
+    )
 
 
 def shakespeare(data: Path, folder: Path) -> Base:
@@ -153,7 +180,9 @@ def pretrain(rows: torch.Tensor, folder: Path, steps: int = 2000) -> None:
     sizes = {"vocab_size": 256, "n_positions": 128, "n_embd": 128, "n_layer": 6, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(bos_token_id=None, eos_token_id=None, **sizes)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1e-3, total_steps=steps, pct_start=0.05
+    )
     for step in range(steps):
         ids = rows[torch.randint(len(rows), (16,))]
         loss = model(input_ids=ids, labels=ids).loss
@@ -182,7 +211,9 @@ def row_losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def branch_of(kind: str, width: int) -> dict[str, Any]:
     """The fields of the branch of a kind, on a base of a width."""
-    return {"memory": MEMORY, "rank": {"branch_rank": width // 8 + 64}}.get(kind.partition("_")[2], {})
+    return {"memory": MEMORY, "rank": {"branch_rank": width // 8 + 64}}.get(
+        kind.partition("_")[2], {}
+    )
 
 
 def left_out(base: Base, layers: tuple[int, ...], seed: int, kind: str = "static") -> Any:
@@ -191,7 +222,9 @@ def left_out(base: Base, layers: tuple[int, ...], seed: int, kind: str = "static
     from hf_depthroute.inference.fitting import fit_branches
 
     model = base.model()
-    config = DepthRouteConfig(layers=list(layers), gate="none", seed=seed, **branch_of(kind, model.config.hidden_size))
+    config = DepthRouteConfig(
+        layers=list(layers), gate="none", seed=seed, **branch_of(kind, model.config.hidden_size)
+    )
     model = get_depth_routed_model(model, config).eval()
     fit_branches(model, base.text.drawn(base.rows, seed))
     return model
@@ -224,7 +257,11 @@ def fitted(base: Base, kind: str, keep: float, seed: int) -> tuple[Any, dict[str
 
 def losses_of(kind: str) -> dict[str, Any]:
     """What trains the gates of a kind; nothing where they stay as they were fitted."""
-    return LEARNED["recoverability" if kind == RELEARNED else kind][1] if kind in (*LEARNED, RELEARNED) else {}
+    return (
+        LEARNED["recoverability" if kind == RELEARNED else kind][1]
+        if kind in (*LEARNED, RELEARNED)
+        else {}
+    )
 
 
 def share_of_calls(model: Any, ids: torch.Tensor) -> float:
@@ -243,7 +280,9 @@ def learner(base: Base, kind: str, keep: float, seed: int) -> Any:
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model
     from hf_depthroute.inference.fitting import fit_branches
 
-    config = DepthRouteConfig(layers="all", budget=keep, budget_scope="global", seed=seed, **LEARNED[kind][0])
+    config = DepthRouteConfig(
+        layers="all", budget=keep, budget_scope="global", seed=seed, **LEARNED[kind][0]
+    )
     model = get_depth_routed_model(base.model(), config).eval()
     fit_branches(model, base.text.drawn(base.rows, seed))
     return model
@@ -279,7 +318,11 @@ class Results:
         self._read()
 
     def once(
-        self, base: str, key: str, measure: Callable[[], dict[str, Any]], trained: dict[str, Any] | None = None
+        self,
+        base: str,
+        key: str,
+        measure: Callable[[], dict[str, Any]],
+        trained: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """What is known of `key`, measured where it is not, or was not trained with the values of `trained`."""
         from hf_depthroute.files.locks import locked
@@ -308,11 +351,23 @@ def best_layers(name: str, base: Base, kind: str, count: int, results: Results) 
 
 def rate_of(found: dict[str, Any], kind: str, steps: int) -> float:
     """The learning rate with the lowest loss on the text to choose on, after as many steps."""
-    tuned = {row["rate"]: row["more"] for key, row in found.items() if key.startswith(f"tuning {kind} {steps} ")}
+    tuned = {
+        row["rate"]: row["more"]
+        for key, row in found.items()
+        if key.startswith(f"tuning {kind} {steps} ")
+    }
     return min(tuned, key=tuned.__getitem__)
 
 
-def tune(name: str, base: Base, seed: int, kinds: list[str], steps: int, first_rate: float, results: Results) -> None:
+def tune(
+    name: str,
+    base: Base,
+    seed: int,
+    kinds: list[str],
+    steps: int,
+    first_rate: float,
+    results: Results,
+) -> None:
     """Two layers' worth of calls skipped, trained at rates that double, or halve, until the loss rises."""
     dense = float(row_losses(base.model(), base.text.choose).mean())
     depth = base.model().config.num_hidden_layers
@@ -326,32 +381,55 @@ def tune(name: str, base: Base, seed: int, kinds: list[str], steps: int, first_r
         else:
             model = fitted(base, kind, keep, seed)[0]
         trained(model, base, seed, steps, rate, **losses_of(kind))
-        return {"rate": rate, "steps": steps, "more": float(row_losses(model, base.text.choose).mean()) - dense}
+        return {
+            "rate": rate,
+            "steps": steps,
+            "more": float(row_losses(model, base.text.choose).mean()) - dense,
+        }
 
     def loss(kind: str, rate: float) -> float:
-        return float(results.once(name, f"tuning {kind} {steps} {rate:g}", lambda: measured(kind, rate))["more"])
+        return float(
+            results.once(name, f"tuning {kind} {steps} {rate:g}", lambda: measured(kind, rate))[
+                "more"
+            ]
+        )
 
     for kind in kinds:
-        rate, factor = first_rate, 2.0 if loss(kind, first_rate * 2) < loss(kind, first_rate) else 0.5
+        rate, factor = (
+            first_rate,
+            2.0 if loss(kind, first_rate * 2) < loss(kind, first_rate) else 0.5,
+        )
         while loss(kind, rate * factor) < loss(kind, rate):
             rate *= factor
 
 
 def known_pairs(base: Base) -> dict[str, Any]:
     """The shares of the tokens, and of the pairs of tokens, to report on that the text to fit on holds (seed 0)."""
-    fit, report = torch.cat([batch["input_ids"] for batch in base.text.drawn(base.rows, 0)]), base.text.report
-    fit_pairs, pairs = (torch.stack([ids[:, :-1], ids[:, 1:]], -1).flatten(0, 1) for ids in (fit, report))
+    fit, report = (
+        torch.cat([batch["input_ids"] for batch in base.text.drawn(base.rows, 0)]),
+        base.text.report,
+    )
+    fit_pairs, pairs = (
+        torch.stack([ids[:, :-1], ids[:, 1:]], -1).flatten(0, 1) for ids in (fit, report)
+    )
     both = torch.cat([fit_pairs, pairs]).unique(dim=0, return_inverse=True)[1]
     known = torch.isin(both[len(fit_pairs) :], both[: len(fit_pairs)])
-    return {"tokens": float(torch.isin(report, fit).float().mean()), "pairs": float(known.float().mean())}
+    return {
+        "tokens": float(torch.isin(report, fit).float().mean()),
+        "pairs": float(known.float().mean()),
+    }
 
 
-def study(name: str, base: Base, seeds: list[int], kinds: list[str], steps: int, results: Results) -> None:
+def study(
+    name: str, base: Base, seeds: list[int], kinds: list[str], steps: int, results: Results
+) -> None:
     dense = row_losses(base.model(), base.text.report)
     depth = base.model().config.num_hidden_layers
 
     def with_training(kind: str) -> dict[str, Any] | None:
-        return {"steps": steps, "rate": rate_of(results.found[name], kind, steps)} if steps else None
+        return (
+            {"steps": steps, "rate": rate_of(results.found[name], kind, steps)} if steps else None
+        )
 
     def measured(model: Any) -> dict[str, Any]:
         more = row_losses(model, base.text.report) - dense
@@ -366,7 +444,12 @@ def study(name: str, base: Base, seeds: list[int], kinds: list[str], steps: int,
         trained(model, base, seed, **how, **losses_of(kind))
         after = how | measured(model)
         return found | {
-            "trained": after | ({} if kind.startswith("static") else {"share": share_of_calls(model, base.text.report)})
+            "trained": after
+            | (
+                {}
+                if kind.startswith("static")
+                else {"share": share_of_calls(model, base.text.report)}
+            )
         }
 
     def static(kind: str, count: int, seed: int) -> dict[str, Any]:
@@ -388,7 +471,9 @@ def study(name: str, base: Base, seeds: list[int], kinds: list[str], steps: int,
         model, how = learner(base, kind, keep, seed), with_training(kind)
         assert how is not None
         trained(model, base, seed, **how, **losses_of(kind))
-        return {"trained": how | measured(model) | {"share": share_of_calls(model, base.text.report)}}
+        return {
+            "trained": how | measured(model) | {"share": share_of_calls(model, base.text.report)}
+        }
 
     tokens = {"fit": base.rows * base.text.fit.shape[1]}
     tokens |= {part: getattr(base.text, part).numel() for part in ("choose", "report")}
@@ -403,23 +488,44 @@ def study(name: str, base: Base, seeds: list[int], kinds: list[str], steps: int,
 
     for seed, count, kind in itertools.product(seeds, base.dropped, kinds):
         how = with_training(kind)
-        results.once(name, f"{kind} {count} {seed}", functools.partial(result, kind, count, seed), how)
+        results.once(
+            name, f"{kind} {count} {seed}", functools.partial(result, kind, count, seed), how
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bases", nargs="+", default=["embedded", "wide", "stories260k", "shakespeare"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--bases", nargs="+", default=["embedded", "wide", "stories260k", "shakespeare"]
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     every = [*KINDS, *OTHER_BRANCHES, *LEARNED, RELEARNED]
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=every)
     parser.add_argument(
-        "--counts", nargs="+", type=int, help="layers' worth of calls to skip; default: those of a base"
+        "--counts",
+        nargs="+",
+        type=int,
+        help="layers' worth of calls to skip; default: those of a base",
     )
-    parser.add_argument("--steps", type=int, default=0, help="of training, from the fit and from the layers left out")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        help="of training, from the fit and from the layers left out",
+    )
     parser.add_argument("--rate", type=float, default=1e-3, help="the first that --tune tries")
-    parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
+    parser.add_argument(
+        "--tune", action="store_true", help="try learning rates instead, with the first seed"
+    )
     parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data")
-    parser.add_argument("--folder", type=Path, default=Path("fit_router_base"), help="for the base that is pretrained")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("fit_router_base"),
+        help="for the base that is pretrained",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
@@ -439,7 +545,14 @@ def main() -> None:
         else:
             base = makers[name]()
             counts = args.counts or base.dropped
-            study(name, dataclasses.replace(base, dropped=tuple(counts)), args.seeds, args.kinds, args.steps, results)
+            study(
+                name,
+                dataclasses.replace(base, dropped=tuple(counts)),
+                args.seeds,
+                args.kinds,
+                args.steps,
+                results,
+            )
 
 
 if __name__ == "__main__":

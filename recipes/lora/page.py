@@ -20,4 +20,10 @@ def study() -> Study:
         f"over LoRA alone: {over('joint', 'lora')} nats (FFNs), {over('joint_router_tuning', 'lora')} (Router-Tuning, "
         f"attention); over LoRA for half of the steps, then routing: {over('joint', 'two_step')} (FFNs)"
     )
-    return Study("LoRA and routing", "lora", "python recipes/lora/run.py --out OUT", brief, lora_report.lines(result))
+    return Study(
+        "LoRA and routing",
+        "lora",
+        "python recipes/lora/run.py --out OUT",
+        brief,
+        lora_report.lines(result),
+    )

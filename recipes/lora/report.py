@@ -42,8 +42,17 @@ def lines(results: dict[str, Any]) -> list[str]:
         dense = tell_mean([row.get("loss_at_budget_1", row["loss"]) for row in found])
         trained = f"{found[0]['trainable']:,}"
         seconds = f"{statistics.mean(row['cpu_seconds'] for row in found):.0f} s"
-        rows.append([title, trained, shares, tell_mean([row["loss"] for row in found]), dense, seconds])
-    head = ["", "trained weights", "share run full", "validation loss", "with nothing skipped", "training"]
+        rows.append(
+            [title, trained, shares, tell_mean([row["loss"] for row in found]), dense, seconds]
+        )
+    head = [
+        "",
+        "trained weights",
+        "share run full",
+        "validation loss",
+        "with nothing skipped",
+        "training",
+    ]
     setting = results["setting"]
     note = (
         f"{setting['steps']} steps of {setting['batch']} x {setting['length']} tokens each; mean ± standard error of "
@@ -73,14 +82,20 @@ def claims(results: dict[str, Any]) -> list[Judged]:
     ]  # fmt: skip
     rows = []
     for claim, paper, one, other, expected in stated:
-        differences = [seed[one]["loss"] - seed[other]["loss"] for seed in results["seeds"].values()]
+        differences = [
+            seed[one]["loss"] - seed[other]["loss"] for seed in results["seeds"].values()
+        ]
         rows.append(judge(f"{claim} (loss)", paper, differences, expected, len(stated), EQUAL))
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder of run.py; default: the committed results.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder of run.py; default: the committed results.json"
+    )
     args = parser.parse_args()
     if args.out is not None:
         write_text(HERE / "results.json", (args.out / "results.json").read_text())

@@ -50,7 +50,11 @@ TUNED = {
 CAPACITY = {"capacity_weight": 4.0, "budget_weight": 0.0, "alive_weight": 0.0}
 # Of everything else, and of the linear gate, as `../router_tuning` found.
 RATE, TUNED_RATE = 2e-3, 3e-2
-LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]}
+LORA = {
+    "r": 8,
+    "lora_alpha": 16,
+    "target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"],
+}
 
 
 def read_blocks() -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,9 +62,13 @@ def read_blocks() -> tuple[torch.Tensor, torch.Tensor]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
     split: dict[bool, list[int]] = {True: [], False: []}
     for place, (_, text) in enumerate(sorted(pydoc_data.topics.topics.items())):
-        split[place % 10 == 0] += [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]
+        split[place % 10 == 0] += [
+            *tokenizer(text, verbose=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
     train, validation = (
-        torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH) for ids in (split[False], split[True])
+        torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
+        for ids in (split[False], split[True])
     )
     return train, spread(validation, 128)
 
@@ -75,7 +83,12 @@ def add_router(base: nn.Module, fields: dict[str, Any] | None = None) -> Any:
 
 
 def train(
-    model: Any, blocks: torch.Tensor, steps: int, seed: int, out: Path, losses: dict[str, float] | None = None
+    model: Any,
+    blocks: torch.Tensor,
+    steps: int,
+    seed: int,
+    out: Path,
+    losses: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """Train what is trainable; the trainable parameters and the processor time."""
     arguments = dict(
@@ -88,23 +101,39 @@ def train(
     trainer: Any
     if "router" in model.peft_config:
         routing = DepthRouteTrainingArguments(**arguments, **(losses or {}))
-        tuned = optimizer(model, routing.weight_decay) if model.peft_config["router"].gate == "linear" else None
+        tuned = (
+            optimizer(model, routing.weight_decay)
+            if model.peft_config["router"].gate == "linear"
+            else None
+        )
         trainer = DepthRouteTrainer(model, routing, collate, data, optimizers=(tuned, None))
     else:
         plain = {"weight_decay": 0.01, "lr_scheduler_type": "cosine"}
-        trainer = transformers.Trainer(model, transformers.TrainingArguments(**arguments, **plain), collate, data)
+        trainer = transformers.Trainer(
+            model, transformers.TrainingArguments(**arguments, **plain), collate, data
+        )
     trainer.remove_callback(transformers.PrinterCallback)
     started = time.process_time()
     trainer.train()
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return {"steps": steps, "trainable": trainable, "cpu_seconds": round(time.process_time() - started, 1)}
+    trainable = sum(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
+    return {
+        "steps": steps,
+        "trainable": trainable,
+        "cpu_seconds": round(time.process_time() - started, 1),
+    }
 
 
 def optimizer(model: Any, weight_decay: float) -> torch.optim.Optimizer:
     """The Trainer's AdamW, but the linear gates have Router-Tuning's rate, and no decay."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     lora = [parameter for name, parameter in trained.items() if "lora_" in name]
-    groups: list[dict[str, Any]] = [{"params": lora, "lr": RATE, "weight_decay": weight_decay}] if lora else []
+    groups: list[dict[str, Any]] = (
+        [{"params": lora, "lr": RATE, "weight_decay": weight_decay}] if lora else []
+    )
     gates = [parameter for name, parameter in trained.items() if "lora_" not in name]
     return torch.optim.AdamW([*groups, {"params": gates, "lr": TUNED_RATE, "weight_decay": 0.0}])
 
@@ -130,10 +159,14 @@ def measure(model: Any, blocks: torch.Tensor, validation: torch.Tensor) -> dict[
 def reload(folder: Path) -> Any:
     """The model of two saved adapters: LoRA first, then the router on the same base."""
     lora = PeftModel.from_pretrained(load_base(BASE), folder / "tuned", adapter_name="tuned")
-    return PeftModel.from_pretrained(lora.get_base_model(), folder / "router", adapter_name="router")
+    return PeftModel.from_pretrained(
+        lora.get_base_model(), folder / "router", adapter_name="router"
+    )
 
 
-def run_seed(seed: int, steps: int, blocks: torch.Tensor, validation: torch.Tensor, out: Path) -> dict[str, Any]:
+def run_seed(
+    seed: int, steps: int, blocks: torch.Tensor, validation: torch.Tensor, out: Path
+) -> dict[str, Any]:
     """Every way once: what it trained, and what came out."""
     found: dict[str, Any] = {}
 
@@ -142,14 +175,19 @@ def run_seed(seed: int, steps: int, blocks: torch.Tensor, validation: torch.Tens
 
     for name, fields, losses in (("routing", {}, {}), ("router_tuning", TUNED, CAPACITY)):
         router = add_router(load_base(BASE), fields)
-        found[name] = {**train(router, blocks, steps, seed, out, losses), **measure(router, blocks, validation)}
+        found[name] = {
+            **train(router, blocks, steps, seed, out, losses),
+            **measure(router, blocks, validation),
+        }
 
     lora = add_lora(load_base(BASE))
     first = train(lora, blocks, steps // 2, seed, out)
     model = add_router(lora.get_base_model())
     lora.set_requires_grad("tuned", False)  # injection lets all adapters of the model train
     second = train(model, blocks, steps - steps // 2, seed + 100, out)
-    found["two_step"] = {name: first[name] + second[name] for name in first} | measure(model, blocks, validation)
+    found["two_step"] = {name: first[name] + second[name] for name in first} | measure(
+        model, blocks, validation
+    )
     model.save_pretrained(out / "two_step")
 
     lora = add_lora(load_base(BASE))
@@ -159,7 +197,10 @@ def run_seed(seed: int, steps: int, blocks: torch.Tensor, validation: torch.Tens
 
     lora = add_lora(load_base(BASE))
     model = add_router(lora.get_base_model())
-    found["joint"] = {**train(model, blocks, steps, seed, out), **measure(model, blocks, validation)}
+    found["joint"] = {
+        **train(model, blocks, steps, seed, out),
+        **measure(model, blocks, validation),
+    }
     model.save_pretrained(out / "joint")
 
     batches = to_batches(validation, 16, torch.device("cpu"))
@@ -170,7 +211,9 @@ def run_seed(seed: int, steps: int, blocks: torch.Tensor, validation: torch.Tens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -178,14 +221,22 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     blocks, validation = read_blocks()
-    setting = {"length": LENGTH, "batch": BATCH, "budget": BUDGET, "steps": args.steps, "lora": LORA}
+    setting = {
+        "length": LENGTH,
+        "batch": BATCH,
+        "budget": BUDGET,
+        "steps": args.steps,
+        "lora": LORA,
+    }
     setting |= {"rate": RATE, "router_tuning": {**TUNED, **CAPACITY, "rate": TUNED_RATE}}
     path = args.out / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {"setting": setting, "seeds": {}}
     if results["setting"] != setting:
         parser.error(f"{path} has other settings; give another --out")
     if "base" not in results:
-        results["base"] = round(mean_loss(load_base(BASE), to_batches(validation, 16, torch.device("cpu"))), 4)
+        results["base"] = round(
+            mean_loss(load_base(BASE), to_batches(validation, 16, torch.device("cpu"))), 4
+        )
     for seed in args.seeds:
         if str(seed) not in results["seeds"]:
             transformers.set_seed(seed)

@@ -49,7 +49,9 @@ class ExpertLoad:
 
 
 @torch.no_grad()
-def expert_load(model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[int, ExpertLoad]:
+def expert_load(
+    model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]
+) -> dict[int, ExpertLoad]:
     """How the tokens of `batches` spread over the experts, before and after an adapter's routing of experts.
 
     Args:
@@ -69,10 +71,14 @@ def expert_load(model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]])
             with observe_routers(model) as trace, recording as routes:
                 model(**inputs, use_cache=False)
             for index, logits in trace.items():
-                sent = kept = count_pairs(trace.chosen[index], trace.real(index)[:, None], logits.shape[-1])
+                sent = kept = count_pairs(
+                    trace.chosen[index], trace.real(index)[:, None], logits.shape[-1]
+                )
                 if index in routes:
                     record = routes[index]
-                    kept = count_pairs(record.expert_index, record.mask & record.real, logits.shape[-1])
+                    kept = count_pairs(
+                        record.expert_index, record.mask & record.real, logits.shape[-1]
+                    )
                 assigned[index] = assigned.get(index, 0) + sent
                 ran[index] = ran.get(index, 0) + kept
     pairs = {index: sent.sum().clamp(min=1) for index, sent in assigned.items()}
@@ -115,7 +121,9 @@ class BalanceBias(nn.Module):
         super().__init__()
         found = routers(model)
         if any(hasattr(router, GROUP_BIAS) for router in found.values()):
-            raise ValueError("BalanceBias: the routers have a bias of their own and choose in groups")
+            raise ValueError(
+                "BalanceBias: the routers have a bias of their own and choose in groups"
+            )
         self.step = step
         self.layers = list(found)
         self._model = (model,)  # a tuple: no part of this module
@@ -152,5 +160,7 @@ class BalanceBias(nn.Module):
             picked_NK = picked_NK / picked_NK.sum(dim=-1, keepdim=True)
         if router.training:
             real_N1 = real_rows(logits_NE, self._trace.token_mask)[:, None]
-            self.sent[row] += count_pairs(chosen_NK, real_N1, logits_NE.shape[-1]).to(self.sent.device)
+            self.sent[row] += count_pairs(chosen_NK, real_N1, logits_NE.shape[-1]).to(
+                self.sent.device
+            )
         return logits_NE, picked_NK.to(weights_NK.dtype), chosen_NK

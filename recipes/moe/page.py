@@ -24,7 +24,9 @@ def study() -> Study:
 
     def mean(method: str, read_one: Callable[[Any], float]) -> float:
         return statistics.fmean(
-            read_one(run) for run in result["runs"] if (run["method"], run.get("budget")) == (method, 0.5)
+            read_one(run)
+            for run in result["runs"]
+            if (run["method"], run.get("budget")) == (method, 0.5)
         )
 
     rows = [
@@ -36,7 +38,9 @@ def study() -> Study:
         next(run for run in result["runs"] if (run["method"], run.get("dropped")) == case)
         for case in (("greedy", 16), ("weight", 16), ("static", 4))
     )
-    random_loss, random_share = (mean("random", lambda run, key=key: run[key]) for key in ("loss", "share"))
+    random_loss, random_share = (
+        mean("random", lambda run, key=key: run[key]) for key in ("loss", "share")
+    )
     rows += [
         ["16 of all 32 experts dropped, those that cost least behind those before", f"{ablated['share']:.2f}",
          f"{ablated['loss']:.3f}", "", ""],
@@ -64,6 +68,15 @@ def study() -> Study:
         "each layer leave out half in every layer; beside them stands what the routers lose with the budget held in "
         "every layer.",
         "",
-        *markdown_table(["", "share of pairs run", "loss", "loss, half of every layer", "prefill time / dense"], rows),
+        *markdown_table(
+            ["", "share of pairs run", "loss", "loss, half of every layer", "prefill time / dense"],
+            rows,
+        ),
     ]
-    return Study("Experts of a tiny mixture", "moe", "python recipes/moe/route.py --work /tmp/moe", brief, section)
+    return Study(
+        "Experts of a tiny mixture",
+        "moe",
+        "python recipes/moe/route.py --work /tmp/moe",
+        brief,
+        section,
+    )

@@ -19,7 +19,12 @@ def plot_expert_load(path: Path, loads: Mapping[str, Mapping[int, Sequence[float
     """
     layers = sorted(next(iter(loads.values())))
     figure, axes = plt.subplots(
-        1, len(layers), figsize=(1.2 + 2.6 * len(layers), 3.2), sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(layers),
+        figsize=(1.2 + 2.6 * len(layers), 3.2),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     width = 0.8 / len(loads)
     for panel, layer in zip(axes[0], layers):

@@ -68,7 +68,9 @@ def build(seed: int) -> OlmoeForCausalLM:
     return OlmoeForCausalLM(config)
 
 
-def loads(model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]]) -> dict[str, list[float]]:
+def loads(
+    model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]]
+) -> dict[str, list[float]]:
     return {str(index): one.assigned.tolist() for index, one in expert_load(model, batches).items()}
 
 
@@ -90,7 +92,9 @@ def limited(model: OlmoeForCausalLM, factor: float, counts: dict[str, int]) -> I
         yield
 
 
-def capacity(model: OlmoeForCausalLM, validation: list[dict[str, torch.Tensor]]) -> dict[str, dict[str, float]]:
+def capacity(
+    model: OlmoeForCausalLM, validation: list[dict[str, torch.Tensor]]
+) -> dict[str, dict[str, float]]:
     """By capacity factor, the share of pairs that overflow and the loss without them."""
     found = {}
     for factor in CAPACITIES:
@@ -107,11 +111,17 @@ def conflict(model: OlmoeForCausalLM, batch: dict[str, torch.Tensor]) -> dict[st
     with observe_routers(model) as trace:
         task = model(**batch, labels=batch["input_ids"], use_cache=False).loss
     grads = [
-        torch.cat([part.flatten() for part in torch.autograd.grad(loss, weights, retain_graph=True)])
+        torch.cat(
+            [part.flatten() for part in torch.autograd.grad(loss, weights, retain_graph=True)]
+        )
         for loss in (task, load_balance(trace))
     ]
     cosine = float(torch.nn.functional.cosine_similarity(*grads, dim=0))
-    return {"cosine": cosine, "task_norm": float(grads[0].norm()), "balance_norm": float(grads[1].norm())}
+    return {
+        "cosine": cosine,
+        "task_norm": float(grads[0].norm()),
+        "balance_norm": float(grads[1].norm()),
+    }
 
 
 def pretrain(variant: str, seed: int, steps: int, data: Blocks, folder: Path) -> None:
@@ -121,15 +131,21 @@ def pretrain(variant: str, seed: int, steps: int, data: Blocks, folder: Path) ->
     validation = to_batches(data.validation, BATCH, torch.device("cpu"))
     before = loads(model, validation)
     bias = BalanceBias(model, step=given["bias_step"]) if "bias_step" in given else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=20, num_training_steps=steps)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    schedule = get_cosine_schedule_with_warmup(
+        optimizer, num_warmup_steps=20, num_training_steps=steps
+    )
     curve: list[dict[str, float]] = []
     conflicts: list[dict[str, float]] = []
     start = time.process_time()
     with ExitStack() as stack:
         if bias is not None:
             stack.enter_context(bias.applied())
-        for step, order in enumerate(draw_order(len(data.train), steps * BATCH, seed=seed).split(BATCH), 1):
+        for step, order in enumerate(
+            draw_order(len(data.train), steps * BATCH, seed=seed).split(BATCH), 1
+        ):
             ids = data.train[order].long()
             with observe_routers(model) as trace:
                 lm = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -142,7 +158,9 @@ def pretrain(variant: str, seed: int, steps: int, data: Blocks, folder: Path) ->
             if bias is not None:
                 bias.update()
             if step % (steps // 30) == 0:
-                curve.append({"step": step, "lm": lm.item(), "balance": balance.item(), "router_z": z.item()})
+                curve.append(
+                    {"step": step, "lm": lm.item(), "balance": balance.item(), "router_z": z.item()}
+                )
             if step % (steps // 3) == 0:
                 model.eval()
                 conflicts.append({"step": step, **conflict(model, validation[0])})
@@ -159,11 +177,16 @@ def pretrain(variant: str, seed: int, steps: int, data: Blocks, folder: Path) ->
     if bias is not None:
         save_file(bias.state_dict(), folder / "bias.safetensors")
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{variant}, seed {seed}: validation loss {result['validation_loss']:.4f}, {seconds:.0f} s", flush=True)
+    print(
+        f"{variant}, seed {seed}: validation loss {result['validation_loss']:.4f}, {seconds:.0f} s",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

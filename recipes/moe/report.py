@@ -31,7 +31,11 @@ from verdicts import balance_claims, imbalance, strongest_at
 
 from hf_depthroute.files.markdown import markdown_table
 
-TITLES = {"per_expert": "router per expert", "per_layer": "router per layer", "random": "random routing"}
+TITLES = {
+    "per_expert": "router per expert",
+    "per_layer": "router per layer",
+    "random": "random routing",
+}
 STATIC = {
     "static": "experts of each layer dropped, by weight",
     "weight": "of 32 experts dropped, by weight",
@@ -57,7 +61,10 @@ def collect(work: Path, known: dict[str, Any]) -> dict[str, Any]:
     known["bases"] = [bases[key] for key in sorted(bases)]
     known["setting"]["pretraining"] = {"batch": BATCH, **DATA, "learning_rate": LEARNING_RATE}
     if (work / "timing.json").exists():
-        known["runs"] = [json.loads((work / "runs" / name_of(spec) / "result.json").read_text()) for spec in specs()]
+        known["runs"] = [
+            json.loads((work / "runs" / name_of(spec) / "result.json").read_text())
+            for spec in specs()
+        ]
         known["timing"] = json.loads((work / "timing.json").read_text())
         base = json.loads((work / "bases" / BASE / "result.json").read_text())
         known["setting"]["routing"] = {
@@ -67,15 +74,23 @@ def collect(work: Path, known: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-def runs_of(result: dict[str, Any], method: str, budget: float | None = None) -> list[dict[str, Any]]:
-    return [run for run in result["runs"] if run["method"] == method and run.get("budget") == budget]
+def runs_of(
+    result: dict[str, Any], method: str, budget: float | None = None
+) -> list[dict[str, Any]]:
+    return [
+        run for run in result["runs"] if run["method"] == method and run.get("budget") == budget
+    ]
 
 
 def alike(result: dict[str, Any]) -> Iterator[tuple[int, str, list[dict[str, Any]]]]:
     """Bases that differ only in their seed, with their number of steps and their title."""
     for steps in sorted({base["steps"] for base in result["bases"]}):
         for name, title in BASES.items():
-            bases = [base for base in result["bases"] if (base["steps"], base["variant"]) == (steps, name)]
+            bases = [
+                base
+                for base in result["bases"]
+                if (base["steps"], base["variant"]) == (steps, name)
+            ]
             if bases:
                 yield steps, title, bases
 
@@ -110,12 +125,30 @@ def capacity_table(result: dict[str, Any]) -> list[str]:
         for factor in ("1", "1.25"):
             found = [base["capacity"][factor] for base in bases]
             cells.append(tell_mean([100 * one["dropped"] for one in found], 1) + " %")
-            cells.append(tell_mean([one["loss"] - base["validation_loss"] for one, base in zip(found, bases)]))
+            cells.append(
+                tell_mean(
+                    [one["loss"] - base["validation_loss"] for one, base in zip(found, bases)]
+                )
+            )
         last = [base["conflict"][-1] for base in bases]
-        cosines, norms = [one["cosine"] for one in last], [one["balance_norm"] / one["task_norm"] for one in last]
-        rows.append([title, f"{steps:,}", str(len(bases)), *cells, tell_mean(cosines, 2), tell_mean(norms, 1)])
+        cosines, norms = (
+            [one["cosine"] for one in last],
+            [one["balance_norm"] / one["task_norm"] for one in last],
+        )
+        rows.append(
+            [
+                title,
+                f"{steps:,}",
+                str(len(bases)),
+                *cells,
+                tell_mean(cosines, 2),
+                tell_mean(norms, 1),
+            ]
+        )
     limits = ["dropped, capacity 1", "loss", "dropped, capacity 1.25", "loss"]
-    return markdown_table(["variant", "steps", "seeds", *limits, "cosine of gradients", "balance over task"], rows)
+    return markdown_table(
+        ["variant", "steps", "seeds", *limits, "cosine of gradients", "balance over task"], rows
+    )
 
 
 def routing_table(result: dict[str, Any]) -> list[str]:
@@ -127,13 +160,17 @@ def routing_table(result: dict[str, Any]) -> list[str]:
         ratio = ratios[name_of({"method": method, "budget": budget, "seed": 0})]
         losses = tell_mean([run["loss"] for run in runs])
         rival = strongest_at(result, statistics.mean(shares))
-        rows.append([f"{title}, {budget}", losses, tell_mean(shares), f"{rival:.3f}", f"{ratio:.2f}"])
+        rows.append(
+            [f"{title}, {budget}", losses, tell_mean(shares), f"{rival:.3f}", f"{ratio:.2f}"]
+        )
     for method, title in STATIC.items():
         for run in runs_of(result, method):
             time = f"{ratios[name_of(run)]:.2f}" if name_of(run) in ratios else ""
             cells = [f"{run['loss']:.3f}", f"{run['share']:.3f}", "", time]
             rows.append([f"{run['dropped']} {title}", *cells])
-    return markdown_table(["run, budget", "loss", "share of pairs run", "dropped experts at that share", "time"], rows)
+    return markdown_table(
+        ["run, budget", "loss", "share of pairs run", "dropped experts at that share", "time"], rows
+    )
 
 
 def trained_table(result: dict[str, Any]) -> list[str]:
@@ -143,7 +180,9 @@ def trained_table(result: dict[str, Any]) -> list[str]:
         kinds = itertools.product(("as_trained", "equal_layers"), ("loss", "share"))
         cells = [tell_mean([run[kind][key] for run in runs]) for kind, key in kinds]
         rows.append([f"{TITLES[method]}, {budget}", *cells])
-    return markdown_table(["run, budget", "`p >= 1/2`: loss", "share", "equal layers: loss", "share"], rows)
+    return markdown_table(
+        ["run, budget", "`p >= 1/2`: loss", "share", "equal layers: loss", "share"], rows
+    )
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -192,12 +231,22 @@ def plot_routing(path: Path, result: dict[str, Any]) -> None:
         "ablation": "dropped of all, by ablation", "greedy": "dropped of all, one after another",
     }  # fmt: skip
     for (method, title), marker in zip((dropped | TITLES).items(), "sPDvox^"):
-        runs, style = [run for run in result["runs"] if run["method"] == method], "-" if method in DROPPED else ""
-        axes[0].plot([run["share"] for run in runs], [run["loss"] for run in runs], marker + style, label=title)
+        runs, style = (
+            [run for run in result["runs"] if run["method"] == method],
+            "-" if method in DROPPED else "",
+        )
+        axes[0].plot(
+            [run["share"] for run in runs],
+            [run["loss"] for run in runs],
+            marker + style,
+            label=title,
+        )
         timed = [run for run in runs if name_of(run) in timing["ratio"]]
         ratios = [timing["ratio"][name_of(run)] for run in timed]
         axes[1].plot(ratios, [run["loss"] for run in timed], marker + style)
-    for panel, label in zip(axes, ("share of (token, expert) pairs run", "prefill time / dense time")):
+    for panel, label in zip(
+        axes, ("share of (token, expert) pairs run", "prefill time / dense time")
+    ):
         panel.axhline(timing["dense_loss"], color="black", linestyle="--", linewidth=0.8)
         panel.set(xlabel=label)
     axes[0].set_ylabel("validation loss (nats)")
@@ -207,8 +256,14 @@ def plot_routing(path: Path, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, help="folder of pretrain.py and route.py; default: the committed results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        help="folder of pretrain.py and route.py; default: the committed results",
+    )
     args = parser.parse_args()
     result = json.loads((HERE / "results.json").read_text())
     if args.work is not None:
@@ -220,12 +275,14 @@ def main() -> None:
     loads = {"untrained": shortest[BASES["none"]]["load_before"]}
     loads |= {title: shortest[title]["load_after"] for title in BASES.values()}
     plot_expert_load(
-        HERE / "balance.png", {name: {int(i): load for i, load in one.items()} for name, one in loads.items()}
+        HERE / "balance.png",
+        {name: {int(i): load for i, load in one.items()} for name, one in loads.items()},
     )
     run = runs_of(result, "per_expert", BUDGETS[-1])[0]
     before_after = {"assigned": run["load_assigned"], "run": run["load_ran"]}
     plot_expert_load(
-        HERE / "load.png", {name: {int(i): load for i, load in one.items()} for name, one in before_after.items()}
+        HERE / "load.png",
+        {name: {int(i): load for i, load in one.items()} for name, one in before_after.items()},
     )
     plot_routing(HERE / "routing.png", result)
 

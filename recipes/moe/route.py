@@ -62,12 +62,18 @@ def specs() -> list[dict[str, Any]]:
         for budget in BUDGETS
         for seed in SEEDS
     ]
-    static = [{"method": name, "dropped": count, "seed": 0} for name, counts in DROPPED.items() for count in counts]
+    static = [
+        {"method": name, "dropped": count, "seed": 0}
+        for name, counts in DROPPED.items()
+        for count in counts
+    ]
     return routed + static
 
 
 def name_of(spec: dict[str, Any]) -> str:
-    size = f"drop{spec['dropped']}" if spec["method"] in DROPPED else f"b{round(100 * spec['budget'])}"
+    size = (
+        f"drop{spec['dropped']}" if spec["method"] in DROPPED else f"b{round(100 * spec['budget'])}"
+    )
     return f"{spec['method']}-{size}-s{spec['seed']}"
 
 
@@ -79,12 +85,19 @@ def by_weight(
     experts = weights.shape[1]
     if in_all:
         least = least_important(dict(enumerate(weights.flatten().tolist())), count)
-        return [[place % experts for place in least if place // experts == layer] for layer in range(len(weights))]
+        return [
+            [place % experts for place in least if place // experts == layer]
+            for layer in range(len(weights))
+        ]
     return [least_important(dict(enumerate(row)), count) for row in weights.tolist()]
 
 
 def by_ablation(
-    model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]], count: int, ranking: Path, greedy: bool
+    model: OlmoeForCausalLM,
+    batches: list[dict[str, torch.Tensor]],
+    count: int,
+    ranking: Path,
+    greedy: bool,
 ) -> list[list[int]]:
     """The `count` experts of all layers whose loss on two batches rises least, each dropped alone or behind the others.
 
@@ -98,7 +111,11 @@ def by_ablation(
 
     if not ranking.exists():
         config = DepthRouteConfig(
-            layers="all", target="experts", branch="none", gate="none", dropped_experts=[[] for _ in layers]
+            layers="all",
+            target="experts",
+            branch="none",
+            gate="none",
+            dropped_experts=[[] for _ in layers],
         )
         routed = get_depth_routed_model(model, config)
         left, order = list(itertools.product(layers, experts)), []
@@ -116,10 +133,18 @@ def by_ablation(
 
 
 def configure(
-    spec: dict[str, Any], model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]], base: Path
+    spec: dict[str, Any],
+    model: OlmoeForCausalLM,
+    batches: list[dict[str, torch.Tensor]],
+    base: Path,
 ) -> DepthRouteConfig:
     """Pairs that are dropped add nothing: there is no branch."""
-    shared: dict[str, Any] = {"layers": "all", "target": "experts", "branch": "none", "seed": spec["seed"]}
+    shared: dict[str, Any] = {
+        "layers": "all",
+        "target": "experts",
+        "branch": "none",
+        "seed": spec["seed"],
+    }
     if spec["method"] in ("static", "weight"):
         dropped = by_weight(model, batches, spec["dropped"], in_all=spec["method"] == "weight")
         return DepthRouteConfig(**shared, gate="none", dropped_experts=dropped)
@@ -129,7 +154,9 @@ def configure(
         dropped = by_ablation(model, batches, spec["dropped"], ranking, greedy)
         return DepthRouteConfig(**shared, gate="none", dropped_experts=dropped)
     if spec["method"] == "random":
-        return DepthRouteConfig(**shared, gate="random", expert_gates="per_expert", budget=spec["budget"])
+        return DepthRouteConfig(
+            **shared, gate="random", expert_gates="per_expert", budget=spec["budget"]
+        )
     # The capacity loss holds the mean over layers, so a calibrated threshold is one for all layers.
     linear = {"gate": "linear", "expert_gates": spec["method"], "budget_scope": "global"}
     return DepthRouteConfig(**shared, **linear, budget=spec["budget"])
@@ -161,7 +188,9 @@ def measured(model: Any, validation: list[dict[str, torch.Tensor]]) -> dict[str,
 
 
 def equal_layers(
-    model: Any, calibration: list[dict[str, torch.Tensor]], validation: list[dict[str, torch.Tensor]]
+    model: Any,
+    calibration: list[dict[str, torch.Tensor]],
+    validation: list[dict[str, torch.Tensor]],
 ) -> dict[str, float]:
     """The same routers with the budget in every layer, as random routing has it."""
     model.peft_config["default"].budget_scope = "layer"
@@ -228,7 +257,9 @@ def bench(base: Path, runs: Path, data: Blocks) -> dict[str, Any]:
             start = time.perf_counter()
             variants[name](ids, use_cache=False)
             times[name].append(time.perf_counter() - start)
-    ratios = {name: [mine / dense for mine, dense in zip(times[name], times["dense"])] for name in names}
+    ratios = {
+        name: [mine / dense for mine, dense in zip(times[name], times["dense"])] for name in names
+    }
     return {
         "batch": count,
         "length": length,
@@ -248,7 +279,9 @@ def with_adapter(model: Any, folder: Path) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--bench-only", action="store_true", help="time the adapters again")
     args = parser.parse_args()

@@ -96,12 +96,16 @@ def observe_routers(model: nn.Module) -> Iterator[RouterTrace]:
     """
     trace = RouterTrace()
     trace.softmax = not any(hasattr(router, GROUP_BIAS) for router in routers(model).values())
-    with hooked_routers(model, trace, lambda index, router, args, outputs: trace.keep(index, outputs)):
+    with hooked_routers(
+        model, trace, lambda index, router, args, outputs: trace.keep(index, outputs)
+    ):
         yield trace
 
 
 @contextmanager
-def hooked_routers(model: nn.Module, trace: RouterTrace, hook: Callable[..., Any]) -> Iterator[None]:
+def hooked_routers(
+    model: nn.Module, trace: RouterTrace, hook: Callable[..., Any]
+) -> Iterator[None]:
     """Call `hook(layer_index, router, args, outputs)` after every router, and keep the token mask of each call."""
 
     def mask_keeper(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -109,7 +113,10 @@ def hooked_routers(model: nn.Module, trace: RouterTrace, hook: Callable[..., Any
             trace.token_mask = token_mask_of(args, kwargs)
 
     decoder = stack_of(model).decoder
-    handles = [router.register_forward_hook(partial(hook, index)) for index, router in routers(model).items()]
+    handles = [
+        router.register_forward_hook(partial(hook, index))
+        for index, router in routers(model).items()
+    ]
     with hooked([*handles, decoder.register_forward_pre_hook(mask_keeper, with_kwargs=True)]):
         yield
 
@@ -135,12 +142,16 @@ def load_balance(trace: RouterTrace, dispatch: str = "top1") -> torch.Tensor:
         ValueError: The routers do not choose by a softmax (DeepSeek-V3).
     """
     if not trace.softmax:
-        raise ValueError("load_balance: the routers choose by a sigmoid and in groups; this loss is one of a softmax")
+        raise ValueError(
+            "load_balance: the routers choose by a sigmoid and in groups; this loss is one of a softmax"
+        )
     losses = []
     for index, logits_NE in trace.items():
         experts = logits_NE.shape[-1]
         probs_NE = logits_NE.float().softmax(-1)
-        chosen_NK = trace.chosen[index] if dispatch == "topk" else logits_NE.argmax(-1, keepdim=True)
+        chosen_NK = (
+            trace.chosen[index] if dispatch == "topk" else logits_NE.argmax(-1, keepdim=True)
+        )
         sent_NE = F.one_hot(chosen_NK, experts).float().mean(1)
         real = trace.real(index).expand(2 * experts, -1)
         f_E, P_E = token_mean(torch.cat([sent_NE.T, probs_NE.T]), real).split(experts)
@@ -150,8 +161,12 @@ def load_balance(trace: RouterTrace, dispatch: str = "top1") -> torch.Tensor:
 
 def router_z(trace: RouterTrace) -> torch.Tensor:
     """Router z-loss: `mean(logsumexp(logits)^2)` over real tokens, mean over layers."""
-    squares = {index: logits_NE.float().logsumexp(-1).square() for index, logits_NE in trace.items()}
-    return stack([token_mean(square_N[None], trace.real(index)[None]) for index, square_N in squares.items()]).mean()
+    squares = {
+        index: logits_NE.float().logsumexp(-1).square() for index, logits_NE in trace.items()
+    }
+    return stack(
+        [token_mean(square_N[None], trace.real(index)[None]) for index, square_N in squares.items()]
+    ).mean()
 
 
 def _graph(inputs: LossInputs) -> RouterTrace | None:

@@ -21,7 +21,9 @@ def dropped_at(result: dict[str, Any], method: str, share: float) -> float:
     """The loss of dropping experts in one order at a share of pairs, on lines between numbers of experts."""
     points = [(run["share"], run["loss"]) for run in result["runs"] if run["method"] == method]
     curve = sorted([(1.0, result["timing"]["dense_loss"]), *points], reverse=True)
-    (high, above), (low, below) = next(pair for pair in itertools.pairwise(curve) if pair[1][0] <= share)
+    (high, above), (low, below) = next(
+        pair for pair in itertools.pairwise(curve) if pair[1][0] <= share
+    )
     return float(below + (above - below) * (share - low) / (high - low))
 
 
@@ -38,13 +40,23 @@ def tuning_claims(result: dict[str, Any]) -> list[Judged]:
         ),
         "the best of four orders of dropping": lambda share: strongest_at(result, share),
     }
-    budgets = sorted({run["budget"] for run in result["runs"] if run["method"] == "per_expert"}, reverse=True)
+    budgets = sorted(
+        {run["budget"] for run in result["runs"] if run["method"] == "per_expert"}, reverse=True
+    )
     rows = []
     for budget, (title, rival) in itertools.product(budgets, rivals.items()):
-        runs = [run for run in result["runs"] if (run["method"], run.get("budget")) == ("per_expert", budget)]
+        runs = [
+            run
+            for run in result["runs"]
+            if (run["method"], run.get("budget")) == ("per_expert", budget)
+        ]
         differences = [run["loss"] - rival(run["share"]) for run in runs]
         published = budget == 0.75 and title.startswith("Expert Drop")
-        paper = "61.4 against 50.2 points (OLMoE), 62.4 against 61.1 (DeepSeek-MoE)" if published else ""
+        paper = (
+            "61.4 against 50.2 points (OLMoE), 62.4 against 61.1 (DeepSeek-MoE)"
+            if published
+            else ""
+        )
         claim = f"{budget:.0%} of the pairs: routers per expert lose less than {title}"
         rows.append(judge(claim, paper, differences, "lower", len(budgets) * len(rivals)))
     return rows
@@ -53,17 +65,26 @@ def tuning_claims(result: dict[str, Any]) -> list[Judged]:
 def skipping_claims(result: dict[str, Any]) -> list[Judged]:
     """Router-Tuning's figure 8: what the routers leave out evens the load of the experts."""
     rows = []
-    budgets = sorted({run["budget"] for run in result["runs"] if run["method"] == "per_expert"}, reverse=True)
+    budgets = sorted(
+        {run["budget"] for run in result["runs"] if run["method"] == "per_expert"}, reverse=True
+    )
     for budget in budgets:
-        runs = [run for run in result["runs"] if (run["method"], run.get("budget")) == ("per_expert", budget)]
+        runs = [
+            run
+            for run in result["runs"]
+            if (run["method"], run.get("budget")) == ("per_expert", budget)
+        ]
         evened = [
             statistics.fmean(
-                max(ran) - max(load) for ran, load in zip(run["load_ran"].values(), run["load_assigned"].values())
+                max(ran) - max(load)
+                for ran, load in zip(run["load_ran"].values(), run["load_assigned"].values())
             )
             for run in runs
         ]
         claim = f"{budget:.0%} of the pairs: routing lowers the load of the most loaded expert, as a share of all pairs"
-        rows.append(judge(claim, "a picture" if budget == 0.75 else "", evened, "lower", len(budgets)))
+        rows.append(
+            judge(claim, "a picture" if budget == 0.75 else "", evened, "lower", len(budgets))
+        )
     return rows
 
 
@@ -115,12 +136,20 @@ def balance_claims(result: dict[str, Any]) -> list[Judged]:
     longest, shortest = max(by_steps), min(by_steps)
     balanced, free = zip(*by_steps[longest])
     costs = {
-        steps: {base["seed"]: loss(base) - loss(rival) for base, rival in rows} for steps, rows in by_steps.items()
+        steps: {base["seed"]: loss(base) - loss(rival) for base, rival in rows}
+        for steps, rows in by_steps.items()
     }
     said: list[tuple[str, str, list[float], str]] = []
     for claim, paper, one, other, measure, expected in compared:
         steps, found = max(pairs(result, one, other).items())
-        said.append((f"{claim}, {steps:,} steps", paper, [measure(a) - measure(b) for a, b in found], expected))
+        said.append(
+            (
+                f"{claim}, {steps:,} steps",
+                paper,
+                [measure(a) - measure(b) for a, b in found],
+                expected,
+            )
+        )
     said += [
         (f"Without balancing the router collapses: imbalance over {COLLAPSED:g} of at most {MOST:g}, {longest:,} steps",
          "training fails", [even(base) - COLLAPSED for base in free], "higher"),
@@ -133,6 +162,14 @@ def balance_claims(result: dict[str, Any]) -> list[Judged]:
          [across(base["conflict"][-1]) - across(base["conflict"][0]) for base in balanced], "equal"),
     ]  # fmt: skip
     return [
-        judge(claim, paper, numbers, expected, len(said), SAME if expected == "equal" else 0.0, "{:+.3f}".format)
+        judge(
+            claim,
+            paper,
+            numbers,
+            expected,
+            len(said),
+            SAME if expected == "equal" else 0.0,
+            "{:+.3f}".format,
+        )
         for claim, paper, numbers, expected in said
     ]

@@ -10,7 +10,9 @@ def study() -> Study:
     """Time and rows of other packages' skipping beside ours."""
     result = read("peers/results.json")
     systems, machine = result["systems"], result["machine"]
-    prompt = {name: f"{next(iter(row['times'].values()))['ratio']:.2f}" for name, row in systems.items()}
+    prompt = {
+        name: f"{next(iter(row['times'].values()))['ratio']:.2f}" for name, row in systems.items()
+    }
     brief = (
         "time of a prompt of 1,024 tokens over dense, half of them skipping in 6 of 12 layers: blocks, "
         f"{prompt['block']} (the MoD package {prompt['mod']}); attention, {prompt['attention']} (Router-Tuning's code "

@@ -41,7 +41,10 @@ def table(systems: Mapping[str, Any]) -> list[str]:
         apart = row["difference"]["difference"]
         equal = "yes" if apart < 1e-3 else f"no ({apart:.1f})"
         times = [row["times"][label] for label in workloads]
-        said = [f"{time['ratio']:.2f} ± {time['error']:.2f}" if "ratio" in time else "fails" for time in times]
+        said = [
+            f"{time['ratio']:.2f} ± {time['error']:.2f}" if "ratio" in time else "fails"
+            for time in times
+        ]
         lines.append([LABELS[name], shares, equal, *said])
     return markdown_table(["what", "rows computed", "decode = prefill", *workloads], lines)
 
@@ -50,7 +53,9 @@ def draw(systems: Mapping[str, Any], path: Path) -> None:
     """A bar for each system that is not dense, for each workload."""
     workloads = list(systems["dense"]["times"])
     names = [name for name in reversed(systems) if not name.startswith("dense")]
-    figure, panels = plt.subplots(1, len(workloads), figsize=(12, 4), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(
+        1, len(workloads), figsize=(12, 4), sharey=True, layout="constrained"
+    )
     for panel, label in zip(panels, workloads):
         for place, name in enumerate(names):
             time = systems[name]["times"][label]

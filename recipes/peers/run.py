@@ -46,8 +46,18 @@ class Worker:
 
     def __init__(self, system: str, threads: int) -> None:
         python = str(PEERS_PYTHON) if system in PEERS else sys.executable
-        command = [python, "-W", "ignore", str(HERE / "worker.py"), system, "--threads", str(threads)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            python,
+            "-W",
+            "ignore",
+            str(HERE / "worker.py"),
+            system,
+            "--threads",
+            str(threads),
+        ]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ask(self, work: str, batch: int, length: int) -> dict[str, Any]:
         """The worker's answer; one that takes ten minutes is killed."""
@@ -55,7 +65,11 @@ class Worker:
         clock = threading.Timer(600, self.process.kill)
         clock.start()
         try:
-            print(json.dumps({"work": work, "batch": batch, "length": length}), file=self.process.stdin, flush=True)
+            print(
+                json.dumps({"work": work, "batch": batch, "length": length}),
+                file=self.process.stdin,
+                flush=True,
+            )
             return dict(json.loads(self.process.stdout.readline()))
         finally:
             clock.cancel()
@@ -76,27 +90,47 @@ def measure(workers: Mapping[str, Worker], rounds: int) -> dict[str, Any]:
         for name, worker in workers.items()
     }
     for label, workload in WORKLOADS.items():
-        able = {name: workers[name] for name, row in found.items() if "error" not in row["times"][label]}
-        samples = interleave({name: partial(worker.seconds, *workload) for name, worker in able.items()}, rounds)
+        able = {
+            name: workers[name] for name, row in found.items() if "error" not in row["times"][label]
+        }
+        samples = interleave(
+            {name: partial(worker.seconds, *workload) for name, worker in able.items()}, rounds
+        )
         for name in able:
             ratio, error = samples.ratio(name, dense_of(name)).rounded()
-            found[name]["times"][label] = {"seconds": round(samples.median(name), 4), "ratio": ratio, "error": error}
+            found[name]["times"][label] = {
+                "seconds": round(samples.median(name), 4),
+                "ratio": ratio,
+                "error": error,
+            }
         print(label, {name: found[name]["times"][label]["ratio"] for name in able}, flush=True)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="and their dense models")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        default=list(SYSTEMS),
+        choices=SYSTEMS,
+        help="and their dense models",
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     wanted = {*args.systems, *(dense_of(name) for name in args.systems)}
     workers = {name: Worker(name, args.threads) for name in SYSTEMS if name in wanted}
     path = HERE / "results.json"
-    known = json.loads(path.read_text())["systems"] if path.exists() and wanted < set(SYSTEMS) else {}
+    known = (
+        json.loads(path.read_text())["systems"] if path.exists() and wanted < set(SYSTEMS) else {}
+    )
     try:
-        known |= {name: row for name, row in measure(workers, args.rounds).items() if name in args.systems}
+        known |= {
+            name: row for name, row in measure(workers, args.rounds).items() if name in args.systems
+        }
     finally:
         for worker in workers.values():
             worker.process.kill()

@@ -21,12 +21,21 @@ import transformers
 ROUTED = [1, 3, 5, 7, 9, 11]
 CAPACITY = 0.5
 STEPS = 16  # of a decode
-ROUTER_TUNING = Path(__file__).parents[2] / ".peers" / "router-tuning" / "utils" / "model" / "model_patch.py"
+ROUTER_TUNING = (
+    Path(__file__).parents[2] / ".peers" / "router-tuning" / "utils" / "model" / "model_patch.py"
+)
 
 
 def llama(dtype: torch.dtype) -> Any:
-    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=32_000, num_hidden_layers=12, max_position_embeddings=2048, **sizes)
+    sizes = {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=32_000, num_hidden_layers=12, max_position_embeddings=2048, **sizes
+    )
     config.architectures = ["LlamaForCausalLM"]
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config).to(dtype).eval()
@@ -65,7 +74,9 @@ def routed(model: Any, **fields: Any) -> Any:
     from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model
 
     fields = {"gate": "linear", "branch": "none", "threshold": "budget"} | fields
-    model = get_depth_routed_model(model, DepthRouteConfig(layers=ROUTED, budget=CAPACITY, **fields))
+    model = get_depth_routed_model(
+        model, DepthRouteConfig(layers=ROUTED, budget=CAPACITY, **fields)
+    )
     for name, weight in model.named_parameters():
         if "gate" in name and not weight.any():
             torch.nn.init.normal_(weight, std=0.02)  # linear gates start at zero
@@ -79,7 +90,9 @@ PEERS: dict[str, Callable[[Any], Any]] = {  # in their environment
     "mod": mixture_of_depths,
     "router-tuning, attention": lambda model: router_tuning(model, "attn_token"),
     "router-tuning, ffn": lambda model: router_tuning(model, "mlp_token"),
-    "router-tuning, everything skipped": lambda model: router_tuning(model, "attn_sequence", threshold=2.0),
+    "router-tuning, everything skipped": lambda model: router_tuning(
+        model, "attn_sequence", threshold=2.0
+    ),
 }
 SYSTEMS: dict[str, Callable[[Any], Any]] = {
     **PEERS,
@@ -161,7 +174,9 @@ WORK = {"prefill": prefill, "decode": decode, "computed": computed, "difference"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()

@@ -97,7 +97,11 @@ def agreement(system: System, ids: torch.Tensor) -> dict[str, Any]:
             apart = max(apart, float((whole - torch.cat(decoded).float()).abs().max()))
         else:
             apart = float("nan")
-    return {"flips": flips, "of": ROWS * NEW, "difference": None if apart != apart else round(apart, 6)}
+    return {
+        "flips": flips,
+        "of": ROWS * NEW,
+        "difference": None if apart != apart else round(apart, 6),
+    }
 
 
 @torch.no_grad()
@@ -160,4 +164,7 @@ def timed(system: System, ids: torch.Tensor, new: int) -> dict[str, float]:
         out = system.generate(ids, torch.ones_like(ids), new)
     ended = time.perf_counter()
     second = steps[1].started if len(steps) > 1 else ended
-    return {"prompt": second - started, "token": (ended - second) / max(1, out.shape[1] - ids.shape[1] - 1)}
+    return {
+        "prompt": second - started,
+        "token": (ended - second) / max(1, out.shape[1] - ids.shape[1] - 1),
+    }

@@ -41,7 +41,11 @@ COLUMNS = {"prompt": "prompt of 1,024", "one": "token, 1 sequence", "eight": "to
 def results(folder: Path = FOLDER / "results") -> dict[str, Any]:
     """By system, in the order of the table: what is measured so far."""
     paths = {name: folder / f"{name}.json" for name in ("dense", *LABELS)}
-    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+    return {
+        name: json.loads(path.read_text(encoding="utf-8"))
+        for name, path in paths.items()
+        if path.exists()
+    }
 
 
 def times(folder: Path = FOLDER / "results") -> dict[str, Any]:
@@ -79,10 +83,15 @@ def line(name: str, row: dict[str, Any], dense: dict[str, Any], timed: dict[str,
     calls, loss = row["calls"], loss_of(row)
     shares = ["fails"] * 2
     if "fails" not in calls:
-        shares = [f"{calls['pass']:.2f} / {calls['decode']:.2f}", f"{calls['flops'] / dense['calls']['flops']:.2f}"]
+        shares = [
+            f"{calls['pass']:.2f} / {calls['decode']:.2f}",
+            f"{calls['flops'] / dense['calls']['flops']:.2f}",
+        ]
     if row["setting"] == "prompts":
         shares[1] += " (prompt)"
-    seconds = [f"{timed[name][part]:.2f}" if part in timed.get(name, {}) else "" for part in COLUMNS]
+    seconds = [
+        f"{timed[name][part]:.2f}" if part in timed.get(name, {}) else "" for part in COLUMNS
+    ]
     lost = "" if loss is None else f"{loss[0]:+.3f} ± {loss[1]:.3f}"
     behaves = [agrees(row["agreement"]), rows_changed(row["batch"]), rows_changed(row["padding"])]
     return [LABELS[name], row["trained"] or "nothing", *shares, lost, *behaves, *seconds]
@@ -93,7 +102,9 @@ def table(found: dict[str, Any], timed: dict[str, Any], names: list[str]) -> lis
     heads += ["decode ≠ pass", "batch changes", "padding changes"]
     shown = list(COLUMNS) if timed else []
     ratios = timed.get("over_dense", {})
-    rows = [line(name, found[name], found["dense"], ratios)[: len(heads) + len(shown)] for name in names]
+    rows = [
+        line(name, found[name], found["dense"], ratios)[: len(heads) + len(shown)] for name in names
+    ]
     return markdown_table([*heads, *(COLUMNS[part] for part in shown)], rows)
 
 
@@ -142,7 +153,14 @@ def section() -> list[str]:
         written += ["", "TIDE's pass over a text norms the last layer's output, which transformers has normed already, "
                     "once more: what it loses with nothing leaving is that."]  # fmt: skip
     if together := [name for name in ran if name in STACKED]:
-        written += ["", "Together with routing:", "", *table(found, timed, together), "", *stacked(found)]
+        written += [
+            "",
+            "Together with routing:",
+            "",
+            *table(found, timed, together),
+            "",
+            *stacked(found),
+        ]
     return written
 
 
@@ -154,7 +172,9 @@ def brief() -> str:
         loss, place = loss_of(found.get(name, {})), ratios.get(name, {}).get("prompt")
         if loss is None:
             return ""
-        return f"{LABELS[name]} {loss[0]:+.2f} ± {loss[1]:.2f}" + ("" if place is None else f" in {place:.2f}")
+        return f"{LABELS[name]} {loss[0]:+.2f} ± {loss[1]:.2f}" + (
+            "" if place is None else f" in {place:.2f}"
+        )
 
     every = [told(name) for name in ("routed", "economize-sleb", "economize-shortgpt", "exit")]
     return (
@@ -174,24 +194,40 @@ def draw(path: Path) -> None:
     from hf_depthroute.files.staged import png_of, write_bytes
 
     found, ratios = results(), times().get("over_dense", {})
-    panels = {part: {name: row[part] for name, row in ratios.items() if part in row} for part in COLUMNS}
+    panels = {
+        part: {name: row[part] for name, row in ratios.items() if part in row} for part in COLUMNS
+    }
     titles = {part: f"time / dense time, {COLUMNS[part]}" for part in COLUMNS}
     if not ratios:
         whole = found["dense"]["calls"]["flops"]
-        counted = {name: row["calls"] for name, row in found.items() if "flops" in row.get("calls", {})}
+        counted = {
+            name: row["calls"] for name, row in found.items() if "flops" in row.get("calls", {})
+        }
         panels = {"flops": {name: calls["flops"] / whole for name, calls in counted.items()}}
         titles = {"flops": "FLOPs of a pass / dense"}
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.5 * len(panels) + 3, 5), sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(panels),
+        figsize=(4.5 * len(panels) + 3, 5),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
-    kinds = {**dict.fromkeys(LABELS, "C7"), **dict.fromkeys(STACKED, "C1"), "routed": "C2", "prompts": "C2"}
+    kinds = {
+        **dict.fromkeys(LABELS, "C7"),
+        **dict.fromkeys(STACKED, "C1"),
+        "routed": "C2",
+        "prompts": "C2",
+    }
     points: dict[str, Any] = {}
     for axis, (part, places) in zip(axes[0], panels.items(), strict=True):
         for (name, color), marker in zip(kinds.items(), itertools.cycle("osD^v<>P*Xhp")):
             loss = loss_of(found.get(name, {}))
             if loss is not None and name in places:
                 place, mean = places[name], max(loss[0], 0)
-                points[LABELS[name].replace("`", "")] = axis.errorbar(place, mean, loss[1], fmt=marker, color=color)
+                points[LABELS[name].replace("`", "")] = axis.errorbar(
+                    place, mean, loss[1], fmt=marker, color=color
+                )
         axis.axvline(1, color="black", linewidth=0.8)
         axis.set_yscale("symlog", linthresh=0.1)
         axis.set_xlim(0.65, 1.4)

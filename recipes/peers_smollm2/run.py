@@ -49,9 +49,13 @@ def setup_of(args: argparse.Namespace, texts: Texts, tokenizer: Any) -> Setup:
         return model
 
     def rows(length: int) -> torch.Tensor:
-        return torch.cat([batch["input_ids"] for batch in texts.to_fit(args.tokens, length, seed=0)])
+        return torch.cat(
+            [batch["input_ids"] for batch in texts.to_fit(args.tokens, length, seed=0)]
+        )
 
-    return Setup(load, rows(LENGTH), rows(ROW), int(load().config.num_hidden_layers), args.work, tokenizer)
+    return Setup(
+        load, rows(LENGTH), rows(ROW), int(load().config.num_hidden_layers), args.work, tokenizer
+    )
 
 
 @torch.no_grad()
@@ -85,7 +89,11 @@ def over_dense(system: System, dense: Dense, setting: str) -> dict[str, Any]:
     for name, ids in dense.texts[setting].items():
         more = losses(system, ids, setting) - dense.losses(name, setting)
         error = float(more.std() / len(more) ** 0.5)
-        found[name] = {"more": round(float(more.mean()), 4), "error": round(error, 4), "rows": len(more)}
+        found[name] = {
+            "more": round(float(more.mean()), 4),
+            "error": round(error, 4),
+            "rows": len(more),
+        }
     print("  ", {name: text["more"] for name, text in found.items()}, flush=True)
     return {"texts": found}
 
@@ -95,7 +103,10 @@ def missing(name: str) -> bool:
     peer = PEERS[name]
     if not peer.module or importlib.util.find_spec(peer.module):
         return False
-    print(f"{name}: {peer.module} is not installed, left out; pip install --no-deps {peer.package}", flush=True)
+    print(
+        f"{name}: {peer.module} is not installed, left out; pip install --no-deps {peer.package}",
+        flush=True,
+    )
     return True
 
 
@@ -112,7 +123,9 @@ def measured(name: str, setup: Setup, dense: Dense) -> dict[str, Any]:
     found = {"trained": system.trained, "setting": setting, "seconds_to_make": made}
     found |= behaviour(system, ids, dense.depth)
     if name == "dense":
-        nats = {text: round(float(dense.losses(text, "all").mean()), 4) for text in dense.texts["all"]}
+        nats = {
+            text: round(float(dense.losses(text, "all").mean()), 4) for text in dense.texts["all"]
+        }
         return found | {"nats": nats}
     return found | {"loss": attempt(partial(over_dense, system, dense, setting))}
 
@@ -143,7 +156,10 @@ def times(setup: Setup, texts: Texts, names: list[str], minutes: float) -> dict[
                     seconds[name].setdefault(kind, []).append(found[part])
         longest = max(longest, time.perf_counter() - began)
         rounds += 1
-    medians = {name: {kind: median(values) for kind, values in kinds.items()} for name, kinds in seconds.items()}
+    medians = {
+        name: {kind: median(values) for kind, values in kinds.items()}
+        for name, kinds in seconds.items()
+    }
     dense = medians["dense"]
     return {
         "machine": describe_machine(torch.device("cpu")) | {"threads": torch.get_num_threads()},
@@ -167,16 +183,30 @@ def keep(path: Path, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder or Hub name")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder or Hub name"
+    )
     parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data" / "text")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="where the results are put")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="where what is fitted and trained is put")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "results", help="where the results are put"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=HERE / "work", help="where what is fitted and trained is put"
+    )
     parser.add_argument("--systems", nargs="+", default=list(PEERS), choices=PEERS)
     parser.add_argument("--tokens", type=int, default=FITTED, help="to fit, calibrate or train on")
-    parser.add_argument("--rows", type=int, default=2, help="of 512 tokens, of each text to report on")
-    parser.add_argument("--times", action="store_true", help="measure times alone, on an idle machine")
-    parser.add_argument("--minutes", type=float, default=6, help="that the times take, of them at least two rounds")
+    parser.add_argument(
+        "--rows", type=int, default=2, help="of 512 tokens, of each text to report on"
+    )
+    parser.add_argument(
+        "--times", action="store_true", help="measure times alone, on an idle machine"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=6, help="that the times take, of them at least two rounds"
+    )
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -67,11 +67,19 @@ def in_transformers(model: Any, trained: str = "", **how: Any) -> System:
         return kept
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return System(base, lambda ids: model(input_ids=ids, use_cache=False).logits, generate, trained, model)
+    return System(
+        base, lambda ids: model(input_ids=ids, use_cache=False).logits, generate, trained, model
+    )
 
 
 def fitted(
-    setup: Setup, name: str, keep: float, rows: torch.Tensor, fields: dict[str, Any], base: Any = None, **given: Any
+    setup: Setup,
+    name: str,
+    keep: float,
+    rows: torch.Tensor,
+    fields: dict[str, Any],
+    base: Any = None,
+    **given: Any,
 ) -> System:
     """This library: the adapter `work/name`, fitted first where it is not there, on `base` or on a fresh one."""
     from peft import PeftModel
@@ -80,9 +88,13 @@ def fitted(
 
     if not (setup.work / name / "adapter_config.json").exists():
         batches = [{"input_ids": part} for part in rows.split(4)]
-        model = fit_router(setup.load(), batches, keep, DepthRouteConfig(layers="all", seed=0, **fields), **given)
+        model = fit_router(
+            setup.load(), batches, keep, DepthRouteConfig(layers="all", seed=0, **fields), **given
+        )
         model.save_pretrained(str(setup.work / name))
-    model = PeftModel.from_pretrained(setup.load() if base is None else base, str(setup.work / name)).eval()
+    model = PeftModel.from_pretrained(
+        setup.load() if base is None else base, str(setup.work / name)
+    ).eval()
     return in_transformers(model, f"fitted, {rows.numel():,} tokens")
 
 
@@ -95,7 +107,15 @@ def routed_prompts(setup: Setup) -> System:
     from smollm2.run import BEHIND, ROWS, TAIL
 
     fields = {"phases": "prefill", "prompt_tail": TAIL}
-    return fitted(setup, "prompts-0.8-0", 0.8, setup.prompts, fields, keep_of="time", length=ROWS["long"] - BEHIND)
+    return fitted(
+        setup,
+        "prompts-0.8-0",
+        0.8,
+        setup.prompts,
+        fields,
+        keep_of="time",
+        length=ROWS["long"] - BEHIND,
+    )
 
 
 def short_gpt(setup: Setup) -> System:
@@ -109,7 +129,9 @@ def short_gpt(setup: Setup) -> System:
         path.write_text(json.dumps(block_influence(model, batches(setup.rows))), encoding="utf-8")
     out = sorted(json.loads(path.read_text(encoding="utf-8"))[: setup.left_out])
     config = DepthRouteConfig(layers=out, target="block", gate="none", branch="none")
-    return in_transformers(get_depth_routed_model(model, config).eval(), f"influence, {setup.rows.numel():,} tokens")
+    return in_transformers(
+        get_depth_routed_model(model, config).eval(), f"influence, {setup.rows.numel():,} tokens"
+    )
 
 
 def early_exit(setup: Setup) -> System:
@@ -131,18 +153,26 @@ def in_economize(model: Any, trained: str = "") -> System:
     def routed_pass(ids: torch.Tensor) -> torch.Tensor:
         runner, (rows, length) = model.runner, ids.shape
         context = runner.context(runner.new_cache(length, rows), torch.arange(length), None)
-        logits: torch.Tensor = runner.logits(runner.forward(ids, context, policy=depth.make_policy()).final)
+        logits: torch.Tensor = runner.logits(
+            runner.forward(ids, context, policy=depth.make_policy()).final
+        )
         return logits
 
     def generate(ids: torch.Tensor, mask: torch.Tensor, new: int) -> torch.Tensor:
-        out: torch.Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+        out: torch.Tensor = model.generate(
+            ids, attention_mask=mask, max_new_tokens=new, do_sample=False
+        )
         return out
 
-    logits = (lambda ids: model(input_ids=ids, use_cache=False).logits) if depth is None else routed_pass
+    logits = (
+        (lambda ids: model(input_ids=ids, use_cache=False).logits) if depth is None else routed_pass
+    )
     return System(model.base_model, logits, generate, trained)
 
 
-def economize(setup: Setup, name: str, config: Callable[[int], Any], searched: int | None = None) -> System:
+def economize(
+    setup: Setup, name: str, config: Callable[[int], Any], searched: int | None = None
+) -> System:
     """A technique that chooses by calibration, on the first `searched` tokens, or on all rows."""
     import economize as package
 
@@ -153,7 +183,9 @@ def economize(setup: Setup, name: str, config: Callable[[int], Any], searched: i
         parts = list(rows.split(1))  # one row each, so that a search over one batch is over one row
         model = package.apply(setup.load(), config(setup.left_out), calibration=parts)
         model.save_pretrained(str(folder))
-    return in_economize(package.load(setup.load(), str(folder)).eval(), f"calibrated, {rows.numel():,} tokens")
+    return in_economize(
+        package.load(setup.load(), str(folder)).eval(), f"calibrated, {rows.numel():,} tokens"
+    )
 
 
 def depth_prune(setup: Setup, method: str) -> System:
@@ -173,7 +205,12 @@ def teal_config(sparsity: float) -> Any:
 
 
 def teal(setup: Setup, sparsity: float) -> System:
-    return economize(setup, f"economize-teal-{sparsity:g}", lambda _: teal_config(sparsity), 16 * setup.rows.shape[1])
+    return economize(
+        setup,
+        f"economize-teal-{sparsity:g}",
+        lambda _: teal_config(sparsity),
+        16 * setup.rows.shape[1],
+    )
 
 
 def layer_skip(setup: Setup) -> System:
@@ -193,7 +230,15 @@ def trained_depth(setup: Setup, name: str, config: Any, objective: Any) -> Syste
     folder = setup.work / f"economize-{name}"
     if not folder.exists():
         model = package.apply(setup.load(), config)
-        fit(model, setup.rows[:STEPS], objective, steps=STEPS, batch_size=1, warmup_steps=STEPS // 8, seed=0)
+        fit(
+            model,
+            setup.rows[:STEPS],
+            objective,
+            steps=STEPS,
+            batch_size=1,
+            warmup_steps=STEPS // 8,
+            seed=0,
+        )
         model.eval().save_pretrained(str(folder))
     trained = f"{STEPS} steps, {min(STEPS, len(setup.rows)) * setup.rows.shape[1]:,} tokens"
     return in_economize(package.load(setup.load(), str(folder)).eval(), trained)

@@ -15,9 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, replay_routes, route_cost
+from hf_depthroute import (
+    DepthRouteConfig,
+    calibrate,
+    get_depth_routed_model,
+    record_routes,
+    replay_routes,
+    route_cost,
+)
 from hf_depthroute.base.cache import kv_cache_bytes
 from hf_depthroute.data.text import PYTHON_STDLIB, load_text, pack
 from hf_depthroute.routing.trace import RouteTrace
@@ -28,9 +41,15 @@ PROMPTS, LENGTH, NEW = 32, 128, 16
 
 def routed_model() -> tuple[Any, torch.Tensor]:
     """The calibrated model and prompts `[PROMPTS, LENGTH]` that it was not calibrated on."""
-    base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32, trust_remote_code=False).eval()
+    base = AutoModelForCausalLM.from_pretrained(
+        BASE, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     config = DepthRouteConfig(
-        layers="every:2", target="attention", granularity="sequence", selection="controller", branch="none"
+        layers="every:2",
+        target="attention",
+        granularity="sequence",
+        selection="controller",
+        branch="none",
     )
     model = get_depth_routed_model(base, config).eval()
     text = load_text(PYTHON_STDLIB, split="validation")
@@ -69,7 +88,11 @@ def llama3_8b() -> dict[str, Any]:
     with torch.device("meta"):
         base = LlamaForCausalLM(config).to(torch.bfloat16)
         adapter = DepthRouteConfig(
-            layers=list(range(15, 31)), gate="linear", target="attention", granularity="sequence", branch="none"
+            layers=list(range(15, 31)),
+            gate="linear",
+            target="attention",
+            granularity="sequence",
+            branch="none",
         )
         model = get_depth_routed_model(base, adapter)
     sizes = {"batch_size": 64, "length": 2048}
@@ -80,7 +103,9 @@ def llama3_8b() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     model, prompts = routed_model()
@@ -100,7 +125,9 @@ def main() -> None:
         "share_of_sequences_kept": {str(index): share for index, share in shares.items()},
         "dense_bytes": dense,
         "routed_bytes": routed,
-        "counted_bytes": route_cost(model, batch_size=PROMPTS, length=LENGTH, full_ratio=shares).kv_bytes,
+        "counted_bytes": route_cost(
+            model, batch_size=PROMPTS, length=LENGTH, full_ratio=shares
+        ).kv_bytes,
         "new_tokens": NEW,
         "generation_equals_reference": torch.equal(found, expected),
         "llama_3_8b_64_x_2048": llama3_8b(),

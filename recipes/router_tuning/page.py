@@ -34,4 +34,10 @@ def study() -> Study:
         f"{equal} a masked reference. At the shape of Llama-3-8B with 16 of 32 layers, 64 x 2,048 tokens, it counts "
         f"{gib[0] - gib[1]:.0f} of {gib[0]:.0f} GiB; the Router-Tuning paper (arXiv:2410.13184) reports 8 GB.",
     ]
-    return Study("Router-Tuning", "router_tuning", "python recipes/router_tuning/run.py --out OUT", brief, section)
+    return Study(
+        "Router-Tuning",
+        "router_tuning",
+        "python recipes/router_tuning/run.py --out OUT",
+        brief,
+        section,
+    )

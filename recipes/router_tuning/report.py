@@ -52,12 +52,17 @@ def collect(out: Path) -> dict[str, Any]:
     for run in runs:
         if run["seed"] != first or run["samples"] != SAMPLES or run["layers"] != LAYERS:
             del run["curve"]  # plotted for one seed of the table
-    return {**{name: json.loads((out / f"{name}.json").read_text()) for name in ("dense", "time")}, "runs": runs}
+    return {
+        **{name: json.loads((out / f"{name}.json").read_text()) for name in ("dense", "time")},
+        "runs": runs,
+    }
 
 
 def pick(results: dict[str, Any], **fields: Any) -> list[Run]:
     """The runs that have these values."""
-    return [run for run in results["runs"] if all(run[name] == value for name, value in fields.items())]
+    return [
+        run for run in results["runs"] if all(run[name] == value for name, value in fields.items())
+    ]
 
 
 def cell(results: dict[str, Any], target: str, granularity: str) -> list[Run]:
@@ -71,14 +76,21 @@ def over_dense(results: dict[str, Any], runs: list[Run], rule: str) -> list[floa
 
 def dropped(results: dict[str, Any], target: str, among: str) -> dict[int, float]:
     """Loss over dense with the n least important sublayers dropped; with none, 0."""
-    rows = [row for row in results["dense"]["dropped"] if (row["target"], row["among"]) == (target, among)]
+    rows = [
+        row
+        for row in results["dense"]["dropped"]
+        if (row["target"], row["among"]) == (target, among)
+    ]
     return {0: 0.0} | {len(row["layers"]): row["loss"] - results["dense"]["dense"] for row in rows}
 
 
 def strongest(results: dict[str, Any], target: str) -> dict[int, float]:
     """The same of the best n sublayers that were dropped, of the routers' own candidates or of all six."""
     own, every = (dropped(results, target, among) for among in AMONG)
-    return {count: min(losses[count] for losses in (own, every) if count in losses) for count in own | every}
+    return {
+        count: min(losses[count] for losses in (own, every) if count in losses)
+        for count in own | every
+    }
 
 
 def static_at(results: dict[str, Any], target: str, share: float) -> float:
@@ -91,15 +103,24 @@ def static_at(results: dict[str, Any], target: str, share: float) -> float:
 
 def random_routers(results: dict[str, Any], target: str, granularity: str) -> list[Run]:
     """Frozen random routers at the budget, one draw for each seed."""
-    return [row for row in results["dense"]["random"] if (row["target"], row["granularity"]) == (target, granularity)]
+    return [
+        row
+        for row in results["dense"]["random"]
+        if (row["target"], row["granularity"]) == (target, granularity)
+    ]
 
 
-def over_dropping(results: dict[str, Any], target: str, granularity: str, trained: bool = True) -> list[float]:
+def over_dropping(
+    results: dict[str, Any], target: str, granularity: str, trained: bool = True
+) -> list[float]:
     """By seed, the loss of routers at the budget minus that of as much dropped."""
     runs = [run["at_budget"] for run in cell(results, target, granularity)]
     if not trained:
         runs = random_routers(results, target, granularity)
-    return [run["loss"] - results["dense"]["dense"] - static_at(results, target, run["share"]) for run in runs]
+    return [
+        run["loss"] - results["dense"]["dense"] - static_at(results, target, run["share"])
+        for run in runs
+    ]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -135,7 +156,10 @@ def kind_table(results: dict[str, Any]) -> str:
         cells = []
         for kind, dense in results["dense"]["by_kind"].items():
             found = [run["at_budget"]["by_kind"][kind] for run in runs]
-            cells += [tell_mean(row["share"] for row in found), tell_mean(row["loss"] - dense for row in found)]
+            cells += [
+                tell_mean(row["share"] for row in found),
+                tell_mean(row["loss"] - dense for row in found),
+            ]
         rows.append([target, granularity, *cells])
     heads = [[f"{kind}: share", "loss over dense"] for kind in results["dense"]["by_kind"]]
     return table(["target", "granularity", *heads[0], *heads[1]], rows)
@@ -143,7 +167,10 @@ def kind_table(results: dict[str, Any]) -> str:
 
 def between(results: dict[str, Any], one: tuple[str, str], other: tuple[str, str]) -> list[float]:
     """Loss at the budget of one row of the table minus that of another, within each seed."""
-    left, right = ({run["seed"]: run["at_budget"]["loss"] for run in cell(results, *pair)} for pair in (one, other))
+    left, right = (
+        {run["seed"]: run["at_budget"]["loss"] for run in cell(results, *pair)}
+        for pair in (one, other)
+    )
     return [left[seed] - right[seed] for seed in left if seed in right]
 
 
@@ -151,32 +178,50 @@ def claims(results: dict[str, Any]) -> list[Judged]:
     """Statements of the paper, and what these runs say to them."""
     sequences = ("attention", "sequence")
     compared = [
-        ("Whole sequences: attention costs less than FFNs", "-0.3 against -7.9 points", ("ffn", "sequence")),
-        ("Whole sequences: attention costs less than blocks", "-0.3 against -8.4 points", ("block", "sequence")),
-        ("Attention: sequences cost less than tokens", "-0.3 against -1.0 points", ("attention", "token")),
+        (
+            "Whole sequences: attention costs less than FFNs",
+            "-0.3 against -7.9 points",
+            ("ffn", "sequence"),
+        ),
+        (
+            "Whole sequences: attention costs less than blocks",
+            "-0.3 against -8.4 points",
+            ("block", "sequence"),
+        ),
+        (
+            "Attention: sequences cost less than tokens",
+            "-0.3 against -1.0 points",
+            ("attention", "token"),
+        ),
     ]
     count = len(compared) + 2 * len(PAPER) + 1
     cost = statistics.fmean(over_dense(results, cell(results, *sequences), "at_budget"))
-    elsewhere = "" if cost <= NEARLY_FREE else f"attention skipped costs {cost:.2f} nats, in the paper next to nothing"
+    elsewhere = (
+        ""
+        if cost <= NEARLY_FREE
+        else f"attention skipped costs {cost:.2f} nats, in the paper next to nothing"
+    )
     rows = []
     for claim, paper, other in compared:
         row = judge(f"{claim}: loss", paper, between(results, sequences, other), "lower", count)
         state, reason = set_against(row.state, row.reason, elsewhere)
         rows.append(replace(row, state=state, reason=reason))
     for target, granularity in PAPER:
-        trained, drawn = (over_dropping(results, target, granularity, trained) for trained in (True, False))
+        trained, drawn = (
+            over_dropping(results, target, granularity, trained) for trained in (True, False)
+        )
         rivals = {
             "the best sublayers dropped, at their share": trained,
-            "random ones, both over dropping at their own share": [mine - other for mine, other in zip(trained, drawn)],
+            "random ones, both over dropping at their own share": [
+                mine - other for mine, other in zip(trained, drawn)
+            ],
         }
         for rival, differences in rivals.items():
             paper = BEATS_DROP.get(target, "") if rival.startswith("the best") else ""
             claim = f"{target} per {granularity}: routers lose less than {rival}"
             rows.append(judge(claim, paper, differences, "lower", count))
     lowest = [min(run["at_budget"]["shares"].values()) - USED for run in cell(results, *sequences)]
-    claim = (
-        f"Attention per sequence: every routed layer is used, by at least {USED:.0%} of the sequences; share over that"
-    )
+    claim = f"Attention per sequence: every routed layer is used, by at least {USED:.0%} of the sequences; share over that"
     rows.append(judge(claim, "a picture", lowest, "higher", count))
     return rows
 
@@ -185,9 +230,15 @@ def faster(results: dict[str, Any], one: str, other: str) -> tuple[str, str]:
     """Speedups of two adapters at both shapes, and whether the first is faster: quartiles apart at both."""
     says, words = [], []
     for shape in results["time"]["shapes"]:
-        rows = {row["adapter"]: row for row in shape["adapters"]} | {"dense": {"ratio": 1.0, "quartiles": [1.0, 1.0]}}
+        rows = {row["adapter"]: row for row in shape["adapters"]} | {
+            "dense": {"ratio": 1.0, "quartiles": [1.0, 1.0]}
+        }
         (low, high), (other_low, other_high) = (rows[name]["quartiles"] for name in (one, other))
-        says.append(" against ".join(f"{1 / rows[name]['ratio']:.2f}x" for name in (one, other) if name != "dense"))
+        says.append(
+            " against ".join(
+                f"{1 / rows[name]['ratio']:.2f}x" for name in (one, other) if name != "dense"
+            )
+        )
         words.append(AGREES if high < other_low else DISAGREES if low > other_high else OPEN)
     return ", ".join(says), words[0] if len(set(words)) == 1 else OPEN
 
@@ -210,7 +261,15 @@ def cost_claims(results: dict[str, Any], cache: dict[str, Any]) -> list[Judged]:
     rows = []
     for claim, paper, one, other in compared:
         here, state = faster(results, one, other)
-        rows.append(Judged(claim, paper, here, state, "the quartiles overlap at a shape" if state == OPEN else ""))
+        rows.append(
+            Judged(
+                claim,
+                paper,
+                here,
+                state,
+                "the quartiles overlap at a shape" if state == OPEN else "",
+            )
+        )
     big = cache["llama_3_8b_64_x_2048"]
     dense, routed = (big[name] / 1e9 for name in ("dense_bytes", "routed_bytes"))
     rows.append(Judged(
@@ -222,8 +281,12 @@ def cost_claims(results: dict[str, Any], cache: dict[str, Any]) -> list[Judged]:
     (fewer,) = pick(results, **fields, samples=FEWER[-2])
     (whole,) = pick(results, **fields, samples=SAMPLES, seed=fewer["seed"])
     lost = fewer["at_budget"]["loss"] - whole["at_budget"]["loss"]
-    by_layers = [pick(results, **{**fields, "layers": count}, samples=SAMPLES) for count in (1, 2, 3, 4)]
-    by_count = ", ".join(f"{statistics.fmean(over_dense(results, runs, 'at_budget')):.3f}" for runs in by_layers)
+    by_layers = [
+        pick(results, **{**fields, "layers": count}, samples=SAMPLES) for count in (1, 2, 3, 4)
+    ]
+    by_count = ", ".join(
+        f"{statistics.fmean(over_dense(results, runs, 'at_budget')):.3f}" for runs in by_layers
+    )
     rows.append(Judged(
         "Up to half of the attention layers can be routed, more degrade", "a picture",
         f"{by_count} nats over dense with 1, 2, 3 and 4 of 6 layers", OPEN,
@@ -248,7 +311,10 @@ def time_table(results: dict[str, Any]) -> str:
             f"{row['ratio']:.3f} ({row['quartiles'][0]:.3f} - {row['quartiles'][1]:.3f}), {1 / row['ratio']:.2f}x"
             for row in measured
         ]
-        kept = [f"{row['kv_bytes'] / shape['dense_kv_bytes']:.3f}" for row, shape in zip(measured, shapes)]
+        kept = [
+            f"{row['kv_bytes'] / shape['dense_kv_bytes']:.3f}"
+            for row, shape in zip(measured, shapes)
+        ]
         rows.append([target, granularity, *cells, ", ".join(kept), f"{speedup:.2f}x"])
     names = [f"time over dense, {shape['sequences']} x {shape['length']}" for shape in shapes]
     return table(["target", "granularity", *names, "KV cache kept", "paper: speedup"], rows)
@@ -258,9 +324,12 @@ def sweep_table(results: dict[str, Any], name: str, values: tuple[int, ...]) -> 
     rows = []
     static = strongest(results, "attention")
     for value in values:
-        fields = {"target": "attention", "granularity": "sequence", "layers": LAYERS, "samples": SAMPLES} | {
-            name: value
-        }
+        fields = {
+            "target": "attention",
+            "granularity": "sequence",
+            "layers": LAYERS,
+            "samples": SAMPLES,
+        } | {name: value}
         runs = pick(results, **fields)
         rows.append([
             str(value), str(len(runs)), tell_mean(run["trained"]["share"] for run in runs),
@@ -269,7 +338,14 @@ def sweep_table(results: dict[str, Any], name: str, values: tuple[int, ...]) -> 
         ])  # fmt: skip
         if name == "layers":
             rows[-1].append(f"{static[value // 2]:.3f}" if value % 2 == 0 else "")
-    head = [name, "seeds", "share, as trained", "loss over dense", "share, threshold moved", "loss over dense"]
+    head = [
+        name,
+        "seeds",
+        "share, as trained",
+        "loss over dense",
+        "share, threshold moved",
+        "loss over dense",
+    ]
     return table([*head, "half as many dropped"] if name == "layers" else head, rows)
 
 
@@ -310,9 +386,18 @@ def plot_table(results: dict[str, Any], path: Path) -> None:
             losses = over_dense(results, runs, "at_budget")
             marker = "o" if granularity == "token" else "s"
             color = {"block": "tab:red", "ffn": "tab:blue", "attention": "tab:green"}[target]
-            panel.plot([row["ratio"]] * len(losses), losses, marker=marker, color=color, label=row["adapter"])
+            panel.plot(
+                [row["ratio"]] * len(losses),
+                losses,
+                marker=marker,
+                color=color,
+                label=row["adapter"],
+            )
         panel.plot(1, 0, marker="*", color="black", linestyle="none", label="dense")
-        panel.set(xlabel="prefill time / dense time", title=f"{shape['sequences']} x {shape['length']} tokens")
+        panel.set(
+            xlabel="prefill time / dense time",
+            title=f"{shape['sequences']} x {shape['length']} tokens",
+        )
     panels[0].set_ylabel("loss over dense (nats)")
     panels[1].legend(fontsize=8)
     save(figure, path)
@@ -324,16 +409,31 @@ def plot_sweeps(results: dict[str, Any], path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for panel, name, values in ((left, "layers", (1, 2, 3, 4)), (right, "samples", FEWER)):
-        for rule, label in (("trained", "as trained"), ("at_budget", "threshold moved to the budget")):
+        for rule, label in (
+            ("trained", "as trained"),
+            ("at_budget", "threshold moved to the budget"),
+        ):
             points = []
             for value in values:
-                fields = {"target": "attention", "granularity": "sequence", "layers": LAYERS, "samples": SAMPLES}
+                fields = {
+                    "target": "attention",
+                    "granularity": "sequence",
+                    "layers": LAYERS,
+                    "samples": SAMPLES,
+                }
                 losses = over_dense(results, pick(results, **fields | {name: value}), rule)
                 points.append((value, statistics.fmean(losses)))
                 panel.vlines(value, min(losses), max(losses), color="tab:gray", linewidth=1)
             panel.plot(*zip(*points), marker="o", label=label)
     static = strongest(results, "attention")
-    left.plot([2, 4], [static[1], static[2]], marker="x", linestyle=":", color="black", label="half as many dropped")
+    left.plot(
+        [2, 4],
+        [static[1], static[2]],
+        marker="x",
+        linestyle=":",
+        color="black",
+        label="half as many dropped",
+    )
     left.set(xlabel="routed attention layers", ylabel="loss over dense (nats)", xticks=[1, 2, 3, 4])
     right.set(xlabel="training sequences", xscale="log")
     right.set_xticks(FEWER, [f"{count:,}" for count in FEWER])
@@ -347,7 +447,10 @@ def plot_training(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    parts = {"share": "share of tokens run full, mean of 32 steps", "lm": "training loss, mean of 32 steps (nats)"}
+    parts = {
+        "share": "share of tokens run full, mean of 32 steps",
+        "lm": "training loss, mean of 32 steps (nats)",
+    }
     for panel, (key, name) in zip(panels, parts.items()):
         for target, granularity in PAPER:
             (run,) = (run for run in cell(results, target, granularity) if "curve" in run)
@@ -355,7 +458,11 @@ def plot_training(results: dict[str, Any], path: Path) -> None:
             style = "-" if granularity == "token" else "--"
             color = {"block": "tab:red", "ffn": "tab:blue", "attention": "tab:green"}[target]
             panel.plot(
-                [row["step"] for row in run["curve"]], values, style, color=color, label=f"{target}-{granularity}"
+                [row["step"] for row in run["curve"]],
+                values,
+                style,
+                color=color,
+                label=f"{target}-{granularity}",
             )
         panel.set(xlabel="optimizer step", ylabel=name)
     panels[0].axhline(0.5, color="black", linewidth=0.8)
@@ -376,8 +483,12 @@ def save(figure: Any, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder of run.py; default: the committed results.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder of run.py; default: the committed results.json"
+    )
     args = parser.parse_args()
     if args.out is not None:
         (HERE / "results.json").write_text(json.dumps(collect(args.out), indent=1) + "\n")

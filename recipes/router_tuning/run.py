@@ -57,8 +57,14 @@ Batches = list[dict[str, torch.Tensor]]
 
 def read_runs(study: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Every run of the tables, by name."""
-    seeds = {"table": study["seeds"], "layers": study["ablation_seeds"], "samples": study["ablation_seeds"]}
-    named = [(row, seed) for table, chosen in seeds.items() for row in study[table] for seed in chosen]
+    seeds = {
+        "table": study["seeds"],
+        "layers": study["ablation_seeds"],
+        "samples": study["ablation_seeds"],
+    }
+    named = [
+        (row, seed) for table, chosen in seeds.items() for row in study[table] for seed in chosen
+    ]
     return {name_of(row, seed): {**row, "seed": seed} for row, seed in named}
 
 
@@ -83,7 +89,9 @@ def adapter_config(study: dict[str, Any], run: dict[str, Any], **fields: Any) ->
     return DepthRouteConfig(**chosen | fields)
 
 
-def training_arguments(study: dict[str, Any], run: dict[str, Any], out: Path) -> DepthRouteTrainingArguments:
+def training_arguments(
+    study: dict[str, Any], run: dict[str, Any], out: Path
+) -> DepthRouteTrainingArguments:
     return DepthRouteTrainingArguments(
         output_dir=str(out / "trainer"), use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
         num_train_epochs=1, per_device_train_batch_size=study["batch"], train_sampling_strategy="sequential",
@@ -93,7 +101,9 @@ def training_arguments(study: dict[str, Any], run: dict[str, Any], out: Path) ->
     )  # fmt: skip
 
 
-def train(study: dict[str, Any], run: dict[str, Any], blocks: Blocks, base: str, out: Path) -> tuple[Any, list[Any]]:
+def train(
+    study: dict[str, Any], run: dict[str, Any], blocks: Blocks, base: str, out: Path
+) -> tuple[Any, list[Any]]:
     """A model whose routers were trained on `run["samples"]` sequences, one epoch; and what was logged."""
     model = get_depth_routed_model(load_base(base), adapter_config(study, run))
     arguments = training_arguments(study, run, out)
@@ -108,7 +118,11 @@ def train(study: dict[str, Any], run: dict[str, Any], blocks: Blocks, base: str,
     trainer.train()
     shares = [f"full_ratio/layer_{layer}" for layer in deepest_but_last(run["layers"])]
     curve = [
-        {"step": row["step"], "lm": round(row["loss_lm"], 4), "share": round(statistics.fmean(map(row.get, shares)), 4)}
+        {
+            "step": row["step"],
+            "lm": round(row["loss_lm"], 4),
+            "share": round(statistics.fmean(map(row.get, shares)), 4),
+        }
         for row in trainer.state.log_history
         if "loss_lm" in row
     ]
@@ -123,10 +137,23 @@ def measure(model: Any, validation: Batches) -> dict[str, Any]:
         with count_routes(model) as counter:
             loss = mean_loss(model, batches)
         shares.append(counter.full_ratio())
-        by_kind[kind] = {"loss": round(loss, 5), "share": round(statistics.fmean(shares[-1].values()), 4)}
-    layers = {str(layer): round(statistics.fmean(part[layer] for part in shares), 4) for layer in shares[0]}
-    means = {key: statistics.fmean(row[key] for row in by_kind.values()) for key in ("loss", "share")}
-    return {"loss": round(means["loss"], 5), "share": round(means["share"], 4), "shares": layers, "by_kind": by_kind}
+        by_kind[kind] = {
+            "loss": round(loss, 5),
+            "share": round(statistics.fmean(shares[-1].values()), 4),
+        }
+    layers = {
+        str(layer): round(statistics.fmean(part[layer] for part in shares), 4)
+        for layer in shares[0]
+    }
+    means = {
+        key: statistics.fmean(row[key] for row in by_kind.values()) for key in ("loss", "share")
+    }
+    return {
+        "loss": round(means["loss"], 5),
+        "share": round(means["share"], 4),
+        "shares": layers,
+        "by_kind": by_kind,
+    }
 
 
 def halves(batches: Batches) -> tuple[Batches, Batches]:
@@ -149,8 +176,15 @@ def train_and_measure(
     model, curve = train(study, run, blocks, base, out)
     seconds = time.process_time() - started
     model.save_pretrained(out / name)
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    record = {**run, "trainable": trainable, "cpu_seconds": round(seconds, 1), "trained": measure(model, validation)}
+    trainable = sum(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
+    record = {
+        **run,
+        "trainable": trainable,
+        "cpu_seconds": round(seconds, 1),
+        "trained": measure(model, validation),
+    }
     meet_budget(model, calibration)
     return {**record, "at_budget": measure(model, validation), "curve": curve}
 
@@ -174,7 +208,9 @@ def measure_baselines(study: dict[str, Any], blocks: Blocks, base: str) -> dict[
                 layers = least_important(ranked, count)
                 config = DepthRouteConfig(gate="none", branch="none", target=target, layers=layers)
                 loss = mean_loss(get_depth_routed_model(load_base(base), config), validation)
-                found["dropped"].append({"target": target, "among": among, "layers": layers, "loss": round(loss, 5)})
+                found["dropped"].append(
+                    {"target": target, "among": among, "layers": layers, "loss": round(loss, 5)}
+                )
     for row, seed in itertools.product(study["table"], study["seeds"]):
         config = adapter_config(study, row, gate="random", selection="threshold", seed=seed)
         model = get_depth_routed_model(load_base(base), config)
@@ -186,15 +222,22 @@ def measure_baselines(study: dict[str, Any], blocks: Blocks, base: str) -> dict[
 def mixed_blocks(study: dict[str, Any], base: str) -> Blocks:
     """Sequences of both kinds: training `[N, T]`, in any order, and validation `[M, T]`, code first."""
     code = prepare_blocks(
-        {"length": study["length"], "validation_blocks": study["validation_blocks"]}, "python-stdlib", base
+        {"length": study["length"], "validation_blocks": study["validation_blocks"]},
+        "python-stdlib",
+        base,
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     split: dict[bool, list[int]] = {True: [], False: []}
     # Every fifth topic validates.
     for place, (_, text) in enumerate(sorted(pydoc_data.topics.topics.items())):
-        split[place % 5 == 0] += [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]
+        split[place % 5 == 0] += [
+            *tokenizer(text, verbose=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
     train, validation = (
-        torch.tensor(ids[: len(ids) // study["length"] * study["length"]], dtype=torch.int32).view(-1, study["length"])
+        torch.tensor(ids[: len(ids) // study["length"] * study["length"]], dtype=torch.int32).view(
+            -1, study["length"]
+        )
         for ids in (split[False], split[True])
     )
     prose = spread(validation, study["validation_blocks"])
@@ -225,7 +268,11 @@ def measure_time(study: dict[str, Any], blocks: Blocks, base: str, out: Path) ->
         else:
             model = PeftModel.from_pretrained(model, out / name, adapter_name=label(row))
     names = [label(row) for row in study["table"]]
-    result: dict[str, Any] = {"machine": describe_machine(CPU), "rounds": study["time"]["rounds"], "shapes": []}
+    result: dict[str, Any] = {
+        "machine": describe_machine(CPU),
+        "rounds": study["time"]["rounds"],
+        "shapes": [],
+    }
     for rows, length in study["time"]["shapes"]:
         ids = blocks.train[: rows * length // blocks.train.shape[1]].reshape(rows, length).long()
         for name in names:
@@ -280,10 +327,14 @@ def label(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--study", type=Path, default=HERE / "study.yaml")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--part", default="1/1", help="1/2 and 2/2: half of the runs each, and no times")
+    parser.add_argument(
+        "--part", default="1/1", help="1/2 and 2/2: half of the runs each, and no times"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -292,7 +343,9 @@ def main() -> None:
     blocks = mixed_blocks(study, base)
     jobs = {"dense": lambda: measure_baselines(study, blocks, base)}
     for name, run in read_runs(study).items():
-        jobs[name] = lambda name=name, run=run: train_and_measure(study, name, run, blocks, base, args.out)
+        jobs[name] = lambda name=name, run=run: train_and_measure(
+            study, name, run, blocks, base, args.out
+        )
     part, parts = map(int, args.part.split("/"))
     if parts == 1:
         jobs["time"] = lambda: measure_time(study, blocks, base, args.out)

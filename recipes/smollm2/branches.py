@@ -23,7 +23,9 @@ LENGTH = 256
 
 
 @torch.no_grad()
-def streams(model: Any, ids: torch.Tensor, layers: list[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def streams(
+    model: Any, ids: torch.Tensor, layers: list[int]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """The stream before and after the FFN of each layer, `[N, d]` each, from rows `[B, T]`."""
     seen: dict[int, list[list[torch.Tensor]]] = {index: [[], []] for index in layers}
 
@@ -59,7 +61,13 @@ def measured(layer: Any, before: torch.Tensor, after: torch.Tensor) -> dict[str,
         rows = ~held if kind == "unweighted" else ~held & ~sinks
         penalty = max(1e-3, 0.1 * width / int(rows.sum()))
         weights = None if kind == "unweighted" else norms[rows]
-        fit_branch(branch.eval(), branch.normed(before[rows]).float(), (after - before)[rows], penalty, weights)
+        fit_branch(
+            branch.eval(),
+            branch.normed(before[rows]).float(),
+            (after - before)[rows],
+            penalty,
+            weights,
+        )
         update = (after - before)[report] / norms[report, None]
         missed = update - branch(before[report]) / norms[report, None]
         found[kind] = round(float(1 - missed.square().sum() / update.square().sum()), 3)
@@ -73,10 +81,16 @@ def measured(layer: Any, before: torch.Tensor, after: torch.Tensor) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder or Hub name")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder or Hub name"
+    )
     parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data" / "text")
-    parser.add_argument("--layers", nargs="+", type=int, default=[0, 3, 7, 11, 14, 17, 20, 24, 28, 29])
+    parser.add_argument(
+        "--layers", nargs="+", type=int, default=[0, 3, 7, 11, 14, 17, 20, 24, 28, 29]
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--out", type=Path, default=HERE / "branches.json")
     args = parser.parse_args()
@@ -85,7 +99,9 @@ def main() -> None:
         raise SystemExit(f"no {path}, nothing to fit on")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     ids = tokenizer(path.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
     rows = ids[0, : args.tokens // LENGTH * LENGTH].view(-1, LENGTH)

@@ -13,8 +13,17 @@ from hf_depthroute.files.markdown import markdown_table
 
 FOLDER = RECIPES / "smollm2"
 MAIN = "results"  # those of SmolLM2
-OTHERS = {"others/gemma-3-270m": "Gemma 3 270M", "others/qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct"}
-NAMES = {"c4": "C4", "wiki": "Wikipedia", "technical": "technical", "code": "code", "wikitext2": "WikiText-2"}
+OTHERS = {
+    "others/gemma-3-270m": "Gemma 3 270M",
+    "others/qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
+}
+NAMES = {
+    "c4": "C4",
+    "wiki": "Wikipedia",
+    "technical": "technical",
+    "code": "code",
+    "wikitext2": "WikiText-2",
+}
 KINDS = {
     "prompts": "fitted for prompts, keep {}, seed {}",
     "pruned": "last {1} layers without {0}, nothing in its place",
@@ -28,7 +37,10 @@ KINDS = {
 
 def results(folder: str = MAIN) -> dict[str, Any]:
     """By part, in the order of its name: everything in `folder` with a loss over dense."""
-    found = {path.stem: read(f"smollm2/{folder}/{path.name}") for path in sorted((FOLDER / folder).glob("*.json"))}
+    found = {
+        path.stem: read(f"smollm2/{folder}/{path.name}")
+        for path in sorted((FOLDER / folder).glob("*.json"))
+    }
     return {part: result for part, result in found.items() if "settings" in result}
 
 
@@ -55,12 +67,18 @@ def lines(setting: str, folder: str = MAIN) -> list[str]:
     """A table of the parts of one setting, `"prompts"`, `"long"` or `"all"`; behind several seeds, their mean."""
     timed, rows = times(folder) if setting == "long" else {}, []
     parts_of = results(folder).items()
-    found = {part: result["settings"][setting] for part, result in parts_of if setting in result["settings"]}
+    found = {
+        part: result["settings"][setting]
+        for part, result in parts_of
+        if setting in result["settings"]
+    }
     for kind, parts in groupby(found, lambda part: label(part).partition(", seed ")[0]):
         same = []
         for part in parts:
             texts = [found[part]["texts"][name] for name in NAMES]
-            time = [timed[part]["prompt"] if part in timed else math.nan] if setting == "long" else []
+            time = (
+                [timed[part]["prompt"] if part in timed else math.nan] if setting == "long" else []
+            )
             losses = [f"{text['more']:+.3f} ± {text['error']:.3f}" for text in texts]
             ran = [", ".join(f"{text['ran']:.2f}" for text in texts)] if setting == "all" else []
             shares = [found[part]["flops"], *time]
@@ -70,10 +88,22 @@ def lines(setting: str, folder: str = MAIN) -> list[str]:
             shares, more = (np.array(column) for column in zip(*same))
             errors = more.std(0, ddof=1) / len(same) ** 0.5
             losses = [f"{mean:+.3f} ± {error:.3f}" for mean, error in zip(more.mean(0), errors)]
-            rows.append([f"{kind}: mean of {len(same)} seeds, ± over them", *map(_share, shares.mean(0)), *losses])
+            rows.append(
+                [
+                    f"{kind}: mean of {len(same)} seeds, ± over them",
+                    *map(_share, shares.mean(0)),
+                    *losses,
+                ]
+            )
             rows[-1] += [""] * (len(rows[-2]) - len(rows[-1]))
     times_too = ["time"] if setting == "long" else []
-    heads = ["", "FLOPs", *times_too, *NAMES.values(), *(["share of the calls that ran"] if setting == "all" else [])]
+    heads = [
+        "",
+        "FLOPs",
+        *times_too,
+        *NAMES.values(),
+        *(["share of the calls that ran"] if setting == "all" else []),
+    ]
     return markdown_table(heads, rows) if rows else []
 
 
@@ -103,7 +133,9 @@ def over_dense(of_system: dict[str, Any], dense: dict[str, Any]) -> tuple[float,
     """The mean over tasks of the accuracy over dense, in points, and its standard error over the same items."""
     more = [right(of_system[task]) - right(dense[task]) for task in dense]
     errors = [float(part.std(ddof=1)) / len(part) ** 0.5 for part in more]
-    return 100 * float(np.mean([part.mean() for part in more])), 100 * math.hypot(*errors) / len(more)
+    return 100 * float(np.mean([part.mean() for part in more])), 100 * math.hypot(*errors) / len(
+        more
+    )
 
 
 def task_lines() -> list[str]:
@@ -112,7 +144,13 @@ def task_lines() -> list[str]:
     if "dense" not in found:
         return []
     dense = found["dense"]
-    heads = ["", *(f"{task}, {result['shots']} shots, {len(result['right'])} items" for task, result in dense.items())]
+    heads = [
+        "",
+        *(
+            f"{task}, {result['shots']} shots, {len(result['right'])} items"
+            for task, result in dense.items()
+        ),
+    ]
     rows = []
     for system, of_system in found.items():
         name = "dense" if system == "dense" else label(system)
@@ -120,7 +158,9 @@ def task_lines() -> list[str]:
         mean, error = over_dense(of_system, dense)
         rows.append([name, *scores, "" if system == "dense" else f"{mean:+.1f} ± {error:.1f}"])
     ran = ", ".join(
-        f"{task} {100 * found['prompts-0.8-0'][task]['ran']:.0f} %" for task in dense if "prompts-0.8-0" in found
+        f"{task} {100 * found['prompts-0.8-0'][task]['ran']:.0f} %"
+        for task in dense
+        if "prompts-0.8-0" in found
     )
     return [
         *markdown_table([*heads, "mean over dense, points"], rows),

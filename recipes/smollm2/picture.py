@@ -52,7 +52,9 @@ def draw(path: Path) -> None:
     """One panel for each setting; every measured system is a point."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 5.5), layout="constrained")
     for axis, (setting, title) in zip(axes, PANELS.items(), strict=True):
-        for marker, (name, measured) in zip(itertools.cycle(MARKERS), points(setting).items(), strict=False):
+        for marker, (name, measured) in zip(
+            itertools.cycle(MARKERS), points(setting).items(), strict=False
+        ):
             times, means, errors = zip(*measured, strict=True)
             axis.errorbar(times, means, errors, fmt=marker, capsize=3, label=name)
         axis.axvline(1, color="black", linewidth=0.8, label="dense")

@@ -31,7 +31,12 @@ from hf_depthroute.bench.timing import describe_machine
 from hf_depthroute.config.fields import PATTERNS
 
 HERE = Path(__file__).resolve().parent
-FITTED_ON = {"c4": "c4.utf8", "wiki": "wiki.utf8", "technical": "technical.utf8", "code": "code.utf8"}
+FITTED_ON = {
+    "c4": "c4.utf8",
+    "wiki": "wiki.utf8",
+    "technical": "technical.utf8",
+    "code": "code.utf8",
+}
 FILES = FITTED_ON | {"wikitext2": "wikitext2_test_raw.txt"}
 LENGTH, ROW, BEHIND, TAIL = 256, 512, 128, 64
 CHOSEN = 2048  # tokens that a subset of layers is chosen by
@@ -53,7 +58,9 @@ class Texts:
             text = path.read_text(encoding="utf-8")
             last = len(text) - len(text) // 10
             for setting, length in ROWS.items():
-                self.report[setting][name] = _rows(text[last:], tokenizer, length)[: rows * ROW // length]
+                self.report[setting][name] = _rows(text[last:], tokenizer, length)[
+                    : rows * ROW // length
+                ]
             if name in FITTED_ON:
                 self.fit[name] = _rows(text[: min(last, 1_000_000)], tokenizer, ROW)
 
@@ -62,7 +69,13 @@ class Texts:
         drawn, generator = [], torch.Generator().manual_seed(seed)
         for rows in self.fit.values():
             rows = rows.reshape(-1, length)
-            drawn.append(rows[torch.randperm(len(rows), generator=generator)[: tokens // length // len(self.fit)]])
+            drawn.append(
+                rows[
+                    torch.randperm(len(rows), generator=generator)[
+                        : tokens // length // len(self.fit)
+                    ]
+                ]
+            )
         ids = torch.cat(drawn)
         return batches(ids[torch.randperm(len(ids), generator=generator)])
 
@@ -78,7 +91,9 @@ def batches(ids: torch.Tensor, size: int = 4) -> list[dict[str, torch.Tensor]]:
 
 def row_losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The mean loss of each row, nats: `logits` `[B, T, V]` predict `ids` `[B, T]`."""
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), ids.flatten(), reduction="none"
+    )
     return losses.view(ids.shape).mean(1).double()
 
 
@@ -162,9 +177,13 @@ def block_influence(model: Any, text: list[dict[str, torch.Tensor]]) -> list[int
     sums = torch.zeros(model.config.num_hidden_layers, dtype=torch.float64)
     with torch.no_grad():
         for batch in text:
-            states = model(**batch, use_cache=False, output_hidden_states=True, logits_to_keep=1).hidden_states
+            states = model(
+                **batch, use_cache=False, output_hidden_states=True, logits_to_keep=1
+            ).hidden_states
             for index, (h, out) in enumerate(pairwise(states)):
-                sums[index] += (1 - torch.cosine_similarity(h.float(), out.float(), dim=-1)).double().mean()
+                sums[index] += (
+                    (1 - torch.cosine_similarity(h.float(), out.float(), dim=-1)).double().mean()
+                )
     return [int(index) for index in sums.argsort()]
 
 
@@ -197,7 +216,9 @@ class Run:
         from transformers import AutoTokenizer
 
         self.args = args
-        self.texts = Texts(args.data, AutoTokenizer.from_pretrained(args.model, trust_remote_code=False), args.rows)
+        self.texts = Texts(
+            args.data, AutoTokenizer.from_pretrained(args.model, trust_remote_code=False), args.rows
+        )
         if not self.texts.fit:
             raise SystemExit("no text to fit on; see --data")
         for folder in (args.out, args.work):
@@ -214,7 +235,10 @@ class Run:
     def dense(self, setting: str) -> dict[str, Any]:
         def measure() -> dict[str, Any]:
             model = base(self.args.model)
-            return {name: SETTINGS[setting](model, ids).tolist() for name, ids in self.texts.report[setting].items()}
+            return {
+                name: SETTINGS[setting](model, ids).tolist()
+                for name, ids in self.texts.report[setting].items()
+            }
 
         return self.once(f"dense {setting}", measure)
 
@@ -229,14 +253,20 @@ class Run:
             model = make()
             seconds = round(time.perf_counter() - started)
             model.save_pretrained(str(self.args.work / part.replace(" ", "-")))
-            settings = {"all": {"all": LENGTH}, "prompts": {"prompts": ROW - BEHIND, "long": ROWS["long"] - BEHIND}}
+            settings = {
+                "all": {"all": LENGTH},
+                "prompts": {"prompts": ROW - BEHIND, "long": ROWS["long"] - BEHIND},
+            }
             measured = {}
             for name, length in settings[setting].items():
                 texts = over_dense(model, self.texts, name, self.dense(name))
                 ran = [text["ran"] for text in texts.values() if "ran" in text]
                 shares = dict.fromkeys(routing_layers(model), sum(ran) / len(ran)) if ran else None
                 cost = route_cost(model, length=length, full_ratio=shares)
-                measured[name] = {"flops": round(cost.flops_routed / cost.flops_dense, 4), "texts": texts}
+                measured[name] = {
+                    "flops": round(cost.flops_routed / cost.flops_dense, 4),
+                    "texts": texts,
+                }
             config = model.peft_config["default"]
             return {
                 "settings": measured,
@@ -250,7 +280,11 @@ class Run:
     def times(self) -> dict[str, Any]:
         """Times over dense, medians of interleaved rounds: a prompt of 1,024 tokens, and tokens decoded."""
         model: Any = base(self.args.model)
-        folders = sorted(folder for folder in self.args.work.iterdir() if (folder / "adapter_config.json").exists())
+        folders = sorted(
+            folder
+            for folder in self.args.work.iterdir()
+            if (folder / "adapter_config.json").exists()
+        )
         # PEFT takes no dots.
         names, routed = {folder.name.replace(".", "_"): folder for folder in folders}, None
         for name, folder in names.items():
@@ -273,13 +307,19 @@ class Run:
                     found = timed(routed, ids, self.args.steps)
                 for part, value in found.items() if number else ():
                     seconds.setdefault(name, {}).setdefault(part, []).append(value)
-        medians = {name: {part: median(values) for part, values in parts.items()} for name, parts in seconds.items()}
+        medians = {
+            name: {part: median(values) for part, values in parts.items()}
+            for name, parts in seconds.items()
+        }
         return {
             "machine": describe_machine(torch.device("cpu")),
             "rounds": self.args.rounds,
             "dense_seconds": medians["dense"],
             "over_dense": {
-                folder.name: {part: round(value / medians["dense"][part], 4) for part, value in medians[name].items()}
+                folder.name: {
+                    part: round(value / medians["dense"][part], 4)
+                    for part, value in medians[name].items()
+                }
                 for name, folder in names.items()
             },
         }
@@ -287,7 +327,10 @@ class Run:
     def fit(self, keep: float, seed: int, length: int, given: dict[str, Any], **fields: Any) -> Any:
         from hf_depthroute import DepthRouteConfig, fit_router
 
-        text, config = self.texts.to_fit(self.args.tokens, length, seed), DepthRouteConfig(seed=seed, **fields)
+        text, config = (
+            self.texts.to_fit(self.args.tokens, length, seed),
+            DepthRouteConfig(seed=seed, **fields),
+        )
         return fit_router(base(self.args.model), text, keep, config, **given)
 
     def trained(self, part: str, seed: int, length: int) -> Any:
@@ -300,11 +343,16 @@ class Run:
         from hf_depthroute import DepthRouteTrainer, DepthRouteTrainingArguments
         from hf_depthroute.training.prompts import collate_behind_prompts
 
-        folder, steps = self.args.work / "checkpoints" / f"{part} {self.args.train}".replace(" ", "-"), self.args.train
+        folder, steps = (
+            self.args.work / "checkpoints" / f"{part} {self.args.train}".replace(" ", "-"),
+            self.args.train,
+        )
         each = -(-steps * TRAINED // len(self.texts.fit))
         rows = torch.cat([rows.reshape(-1, length)[:each] for rows in self.texts.fit.values()])
         model = base(self.args.model, torch.bfloat16)
-        model = PeftModel.from_pretrained(model, str(self.args.work / part.replace(" ", "-")), is_trainable=True)
+        model = PeftModel.from_pretrained(
+            model, str(self.args.work / part.replace(" ", "-")), is_trainable=True
+        )
         arguments = DepthRouteTrainingArguments(
             output_dir=str(folder), max_steps=steps, learning_rate=self.args.rate, warmup_steps=20, seed=seed,
             per_device_train_batch_size=TRAINED, logging_steps=20, save_steps=100, save_total_limit=1, use_cpu=True,
@@ -315,7 +363,9 @@ class Run:
         last = get_last_checkpoint(str(folder)) if folder.exists() else None
         prompts_alone = model.active_peft_config.phases == "prefill"
         collator = collate_behind_prompts if prompts_alone else None
-        trainer = DepthRouteTrainer(model=model, args=arguments, train_dataset=dataset, data_collator=collator)
+        trainer = DepthRouteTrainer(
+            model=model, args=arguments, train_dataset=dataset, data_collator=collator
+        )
         trainer.train(resume_from_checkpoint=last)
         model.save_pretrained(str(folder / "trained"))
         return PeftModel.from_pretrained(base(self.args.model), str(folder / "trained")).eval()
@@ -327,43 +377,97 @@ class Run:
         choose = self.texts.to_fit(CHOSEN, LENGTH, seed=1)
 
         def loss(model: Any) -> float:
-            return float(torch.cat([all_tokens(model, batch["input_ids"]) for batch in choose]).mean())
+            return float(
+                torch.cat([all_tokens(model, batch["input_ids"]) for batch in choose]).mean()
+            )
 
         def found() -> dict[str, Any]:
             few = self.texts.to_fit(self.args.tokens // 4, LENGTH, seed=0)
             return {"order": static.greedy(base(self.args.model), max(self.args.static), few, loss)}
 
         layers = self.once(f"subset {max(self.args.static)}", found)["order"][:count]
-        return static.fitted(base(self.args.model), sorted(layers), self.texts.to_fit(self.args.tokens, LENGTH, seed=0))
+        return static.fitted(
+            base(self.args.model),
+            sorted(layers),
+            self.texts.to_fit(self.args.tokens, LENGTH, seed=0),
+        )
 
 
 KEPT = (
-    *("layers", "static_layers", "target", "branch", "branch_rank", "gate", "phases", "prompt_tail", "budget"),
+    *(
+        "layers",
+        "static_layers",
+        "target",
+        "branch",
+        "branch_rank",
+        "gate",
+        "phases",
+        "prompt_tail",
+        "budget",
+    ),
     *PATTERNS,
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder or Hub name")
-    parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data" / "text")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="where the results are put")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="where the adapters are put")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the rows that are fitted on")
-    parser.add_argument("--prompts", nargs="*", type=float, default=[0.8, 0.7], help="shares of a prompt of 1,024")
-    parser.add_argument("--keep-of", default="time", choices=["time", "flops"], help="measured beside nothing else")
-    parser.add_argument("--all", nargs="*", type=float, default=[0.75], help="shares of all FFN calls")
-    parser.add_argument("--branches", nargs="*", default=["lowrank", "neurons"], help="of all tokens")
-    parser.add_argument(
-        "--static", nargs="*", type=int, default=[], help="FFNs replaced for every token, found greedily"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--train", type=int, default=0, help="steps from there, to the predictions of the dense model")
-    parser.add_argument("--rate", type=float, default=2e-4, help="of learning in these steps, at most")
-    parser.add_argument("--pruned", nargs="*", type=int, default=[6, 8], help="last blocks left out of prompts")
-    parser.add_argument("--rounds", type=int, default=9, help="that are timed, on an idle machine; or 0")
+    parser.add_argument(
+        "--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder or Hub name"
+    )
+    parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data" / "text")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "results", help="where the results are put"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=HERE / "work", help="where the adapters are put"
+    )
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the rows that are fitted on"
+    )
+    parser.add_argument(
+        "--prompts", nargs="*", type=float, default=[0.8, 0.7], help="shares of a prompt of 1,024"
+    )
+    parser.add_argument(
+        "--keep-of", default="time", choices=["time", "flops"], help="measured beside nothing else"
+    )
+    parser.add_argument(
+        "--all", nargs="*", type=float, default=[0.75], help="shares of all FFN calls"
+    )
+    parser.add_argument(
+        "--branches", nargs="*", default=["lowrank", "neurons"], help="of all tokens"
+    )
+    parser.add_argument(
+        "--static",
+        nargs="*",
+        type=int,
+        default=[],
+        help="FFNs replaced for every token, found greedily",
+    )
+    parser.add_argument(
+        "--train",
+        type=int,
+        default=0,
+        help="steps from there, to the predictions of the dense model",
+    )
+    parser.add_argument(
+        "--rate", type=float, default=2e-4, help="of learning in these steps, at most"
+    )
+    parser.add_argument(
+        "--pruned", nargs="*", type=int, default=[6, 8], help="last blocks left out of prompts"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="that are timed, on an idle machine; or 0"
+    )
     parser.add_argument("--steps", type=int, default=32, help="decoded tokens in a round")
     parser.add_argument("--tokens", type=int, default=16_384, help="to fit on")
-    parser.add_argument("--rows", type=int, default=16, help="of 512 tokens, of each text to report on; of 1,152 fewer")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=16,
+        help="of 512 tokens, of each text to report on; of 1,152 fewer",
+    )
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -375,15 +479,21 @@ def main() -> None:
             part = f"prompts {keep:g} {seed}"
             run.routed(part, "prompts", partial(run.fit, keep, seed, ROW, given, **fields))
             if args.train:
-                run.routed(f"{part} trained {args.train}", "prompts", partial(run.trained, part, seed, ROW))
+                run.routed(
+                    f"{part} trained {args.train}", "prompts", partial(run.trained, part, seed, ROW)
+                )
     depth = load().config.num_hidden_layers
     for count in args.pruned:
         last = list(range(depth - count, depth))
         for target in ("block", "ffn"):
             run.routed(f"pruned {target} {count}", "prompts", partial(left_out, load, last, target))
         text = run.texts.to_fit(4096, ROW, seed=0)
-        order = run.once("influence", lambda text=text: {"order": block_influence(load(), text)})["order"]
-        run.routed(f"shortgpt {count}", "prompts", partial(left_out, load, sorted(order[:count]), "block"))
+        order = run.once("influence", lambda text=text: {"order": block_influence(load(), text)})[
+            "order"
+        ]
+        run.routed(
+            f"shortgpt {count}", "prompts", partial(left_out, load, sorted(order[:count]), "block")
+        )
     for seed in args.seeds:
         for keep in args.all:
             for branch in args.branches:
@@ -391,7 +501,11 @@ def main() -> None:
                 part = f"all {branch} {keep:g} {seed}"
                 run.routed(part, "all", partial(run.fit, keep, seed, LENGTH, {}, **fields))
                 if args.train:
-                    run.routed(f"{part} trained {args.train}", "all", partial(run.trained, part, seed, LENGTH))
+                    run.routed(
+                        f"{part} trained {args.train}",
+                        "all",
+                        partial(run.trained, part, seed, LENGTH),
+                    )
     for count in args.static:
         part = f"static neurons {count}"
         run.routed(part, "all", partial(run.static, count))

@@ -60,7 +60,9 @@ def _streams(model: Any, routing: Any, text: Batches) -> torch.Tensor:
     """What enters the FFN's norm of a layer, `[N, d]`."""
     seen: list[torch.Tensor] = []
     norm = routing.norm_in_front("ffn")
-    handle = norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, -2)))
+    handle = norm.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].flatten(0, -2))
+    )
     for batch in text:
         model(**batch, use_cache=False, logits_to_keep=1)
     handle.remove()

@@ -68,7 +68,9 @@ class Items:
     def __call__(self, path: str, name: str | None = None, **_: Any) -> Any:
         if path == "cais/mmlu":
             folder = self.root / "hails" / "mmlu_no_train" / str(name)
-            return datasets.DatasetDict({split: self._read(folder / split) for split in ("test", "dev")})
+            return datasets.DatasetDict(
+                {split: self._read(folder / split) for split in ("test", "dev")}
+            )
         if path == "openai/gsm8k":
             rows = datasets.Dataset.from_json(str(self.shared / "gsm8k_test.jsonl"))
         else:
@@ -83,14 +85,21 @@ class Items:
         return datasets.Dataset.from_file(str(folder / "data-00000-of-00001.arrow"))
 
 
-def measure(lm: DepthRouteLM, manager: TaskManager, task: str, limit: int, routed: bool) -> dict[str, Any]:
+def measure(
+    lm: DepthRouteLM, manager: TaskManager, task: str, limit: int, routed: bool
+) -> dict[str, Any]:
     """Every answer of a task, right or wrong."""
     shots, metric, kept = TASKS[task]
     items = math.ceil(limit / SUBJECTS) if task == "mmlu" else limit
     lm.seconds, lm.counter = 0.0, RouteCounter() if routed else None
     settings = {"num_fewshot": shots, "limit": items, "log_samples": True, "bootstrap_iters": 0}
     found: Any = lm_eval.simple_evaluate(lm, tasks=[task], task_manager=manager, **settings)
-    samples = [sample for of_task in found["samples"].values() for sample in of_task if sample["filter"] == kept]
+    samples = [
+        sample
+        for of_task in found["samples"].values()
+        for sample in of_task
+        if sample["filter"] == kept
+    ]
     ran = [1.0] if lm.counter is None else list(lm.counter.full_ratio().values())
     return {
         "task": task,
@@ -101,25 +110,39 @@ def measure(lm: DepthRouteLM, manager: TaskManager, task: str, limit: int, route
         "ran": sum(ran) / len(ran),
         "seconds": round(lm.seconds, 1),
         "machine": describe_machine(lm.device),
-        "versions": {"lm_eval": found["lm_eval_version"], "transformers": found["transformers_version"]},
+        "versions": {
+            "lm_eval": found["lm_eval_version"],
+            "transformers": found["transformers_version"],
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="folder or Hub id of the base")
     parser.add_argument("--items", type=Path, required=True, help="folder with the package's files")
-    parser.add_argument("--shared", type=Path, default=HERE.parents[2] / "shared" / "data" / "tasks")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="folder of the adapters of run.py")
+    parser.add_argument(
+        "--shared", type=Path, default=HERE.parents[2] / "shared" / "data" / "tasks"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=HERE / "work", help="folder of the adapters of run.py"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results" / "tasks")
     parser.add_argument("--systems", nargs="*", default=SYSTEMS)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--limit", type=int, default=1000, help="items of each task, at most")
-    parser.add_argument("--answers", type=int, default=None, help="items of GSM8K, whose answers are long")
+    parser.add_argument(
+        "--answers", type=int, default=None, help="items of GSM8K, whose answers are long"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer, manager = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False), TaskManager()
+    tokenizer, manager = (
+        AutoTokenizer.from_pretrained(args.model, trust_remote_code=False),
+        TaskManager(),
+    )
     with patch.object(datasets, "load_dataset", Items(args.items, args.shared)):
         for task in args.tasks:
             limit = args.answers if task == "gsm8k" and args.answers else args.limit
@@ -133,11 +156,17 @@ def main() -> None:
                     base(args.model).to(getattr(torch, args.dtype)), args.work / adapter
                 ).eval()
                 lm = DepthRouteLM(model, tokenizer=tokenizer, batch_size=4)
-                with torch.no_grad(), model.disable_adapter() if system == "dense" else nullcontext():
+                with (
+                    torch.no_grad(),
+                    model.disable_adapter() if system == "dense" else nullcontext(),
+                ):
                     result = measure(lm, manager, task, limit, routed=system != "dense")
                 file.write_text(json.dumps(result, indent=2) + "\n")
                 right = result["right"]
-                print(f"{task}, {system}: {right.count('1') / len(right):.3f} of {len(right)}", flush=True)
+                print(
+                    f"{task}, {system}: {right.count('1') / len(right):.3f} of {len(right)}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

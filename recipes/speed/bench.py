@@ -27,10 +27,14 @@ from hf_depthroute.files.staged import write_text
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("suite", type=Path)
     parser.add_argument("--out", type=Path, metavar="FILE", help="the result as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the result into this folder")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FOLDER", help="draw the result into this folder"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--rounds", type=int, help="of every case; default: the suite's")
     parser.add_argument("--depth", type=int, help="keep so many decoder layers, to try a suite out")
@@ -45,7 +49,18 @@ def main(words: list[str] | None = None) -> None:
     args = parser.parse_args(words)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    names = ("rounds", "depth", "shape", "batch", "length", "steps", "vocabulary", "dtype", "phases", "baselines")
+    names = (
+        "rounds",
+        "depth",
+        "shape",
+        "batch",
+        "length",
+        "steps",
+        "vocabulary",
+        "dtype",
+        "phases",
+        "baselines",
+    )
     try:
         name, cases = read_suite(args.suite, **{field: getattr(args, field) for field in names})
     except (ValueError, OSError) as error:

@@ -68,7 +68,9 @@ class FreeStep:
     def rewind(self) -> None:
         self._next = 0
 
-    def __call__(self, step: DecodeStep, layer: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    def __call__(
+        self, step: DecodeStep, layer: Any, h: torch.Tensor, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
         attention_norm, attention, ffn_norm, ffn = (getattr(layer, name) for name in step.names)
         a = h + attention(attention_norm(h), **kwargs)[0]
         runs = self.decisions[self._next]
@@ -79,7 +81,11 @@ class FreeStep:
 @contextmanager
 def as_way(way: str, model: Any, free: FreeStep) -> Iterator[None]:
     free.rewind()
-    step = patch.object(DecodeStep, "__call__", lambda *args: free(*args)) if way == "free" else nullcontext()
+    step = (
+        patch.object(DecodeStep, "__call__", lambda *args: free(*args))
+        if way == "free"
+        else nullcontext()
+    )
     with step, model.disable_adapter() if way == "dense" else nullcontext():
         yield
 
@@ -111,7 +117,9 @@ def measure(layers: Any, depth: int | None, steps: int, rounds: int) -> dict[str
         for position in range(PROMPT, PROMPT + steps):
             clock.parts.clear()
             start = time.perf_counter()
-            model(tokens[:, position : position + 1], past_key_values=cache, use_cache=True).logits.argmax(-1)
+            model(
+                tokens[:, position : position + 1], past_key_values=cache, use_cache=True
+            ).logits.argmax(-1)
             seconds = time.perf_counter() - start
             if clock.on:
                 for part, found in clock.parts.items():
@@ -130,7 +138,10 @@ def measure(layers: Any, depth: int | None, steps: int, rounds: int) -> dict[str
                 with as_way(way, model, free):
                     decode(way)
         clock.on = True
-        timed = {"scores": clock.around("gate, up", scores), "cheap": clock.around("down", FusedGateBranch.cheap)}
+        timed = {
+            "scores": clock.around("gate, up", scores),
+            "cheap": clock.around("down", FusedGateBranch.cheap),
+        }
         for _ in range(rounds):
             for way in WAYS:
                 with as_way(way, model, free), patch.multiple(FusedGateBranch, **timed):
@@ -149,7 +160,9 @@ def measure(layers: Any, depth: int | None, steps: int, rounds: int) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--depth", type=int, help="keep so many layers")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
@@ -158,13 +171,20 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     half = (args.depth or 24) // 2
-    found = [measure(layers, args.depth, args.steps, args.rounds) for layers in (f"last:{half}", "all")]
+    found = [
+        measure(layers, args.depth, args.steps, args.rounds) for layers in (f"last:{half}", "all")
+    ]
     for row in found:
-        print(f"\n{row['layers']}: {row['share']:.0%} run in full; {row['of_ideal']:.2f} of what a free router saves")
+        print(
+            f"\n{row['layers']}: {row['share']:.0%} run in full; {row['of_ideal']:.2f} of what a free router saves"
+        )
         names = list(dict.fromkeys(part for of in row["parts_ms"].values() for part in of))
         print(f"{'ms a step':<16}" + "".join(f"{way:>10}" for way in WAYS))
         for part in names:
-            print(f"{part:<16}" + "".join(f"{row['parts_ms'][way].get(part, 0):10.3f}" for way in WAYS))
+            print(
+                f"{part:<16}"
+                + "".join(f"{row['parts_ms'][way].get(part, 0):10.3f}" for way in WAYS)
+            )
         print(f"{'whole step':<16}" + "".join(f"{row['ms'][way]:10.3f}" for way in WAYS))
     if args.json:
         write_json(args.json, {"machine": describe_machine(torch.device("cpu")), "steps": args.steps,

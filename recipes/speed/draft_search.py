@@ -54,7 +54,9 @@ class DraftResult:
 
     def arguments(self) -> dict[str, Any]:
         """For `draft_view`."""
-        return {name: getattr(self, name) for name in ("budget", "drop", "num_tokens", "confidence")}
+        return {
+            name: getattr(self, name) for name in ("budget", "drop", "num_tokens", "confidence")
+        }
 
 
 @dataclass
@@ -127,7 +129,9 @@ def search_draft(
         chosen = [(routing, routing.chosen()) for routing in routings_of(model)]
         adapters = [routing.config(name) for routing, name in chosen if name is not None]
     if budgets is None:
-        budgets = BUDGETS if adapters and all(config.takes_budget() for config in adapters) else (None,)
+        budgets = (
+            BUDGETS if adapters and all(config.takes_budget() for config in adapters) else (None,)
+        )
     shapes = [
         DraftResult(budget, sorted(drop), lengths[len(lengths) // 2], 0.0)
         for budget, drop in itertools.product(budgets, drops)
@@ -135,7 +139,9 @@ def search_draft(
         if drop or (adapters and (budget != 1.0 or adapters[0].static_layers))
     ]
     if not shapes:
-        raise ValueError("search_draft: nothing to try; the model has no depth-routed adapter and no block is dropped")
+        raise ValueError(
+            "search_draft: nothing to try; the model has no depth-routed adapter and no block is dropped"
+        )
     tried, _ = _measured(model, prompts, generate_plainly, shapes, rounds, settings)
     best_shapes = sorted(tried, key=lambda result: -result.speedup)[:2]
     finer = [
@@ -146,9 +152,14 @@ def search_draft(
     ]
     # The best shapes run again, so that what is compared was measured in the same rounds.
     again = [DraftResult(**shape.arguments()) for shape in best_shapes]
-    final, plain_speed = _measured(model, prompts, generate_plainly, again + finer, rounds, settings)
+    final, plain_speed = _measured(
+        model, prompts, generate_plainly, again + finer, rounds, settings
+    )
     final.sort(key=lambda result: -result.speedup)
-    others = sorted((result for result in tried if result not in best_shapes), key=lambda result: -result.speedup)
+    others = sorted(
+        (result for result in tried if result not in best_shapes),
+        key=lambda result: -result.speedup,
+    )
     return DraftSearch(final[0], final + others, plain_speed)
 
 
@@ -165,7 +176,10 @@ def _measured(
     drafts = [draft_view(model, **result.arguments()) for result in results]
 
     def generate_drafting(draft: Any, counter: DraftCounter) -> list[torch.Tensor]:
-        return [lossless_generate(model, ids, draft=draft, counter=counter, **settings) for ids in prompts]
+        return [
+            lossless_generate(model, ids, draft=draft, counter=counter, **settings)
+            for ids in prompts
+        ]
 
     def clocked(generate: Any) -> tuple[float, list[torch.Tensor]]:
         start = time.perf_counter()
@@ -175,7 +189,9 @@ def _measured(
         return time.perf_counter() - start, outputs
 
     drafting = [functools.partial(generate_drafting, *pair) for pair in zip(drafts, counters)]
-    timed = [[clocked(generate) for generate in (generate_plainly, *drafting)] for _ in range(rounds + 1)]
+    timed = [
+        [clocked(generate) for generate in (generate_plainly, *drafting)] for _ in range(rounds + 1)
+    ]
     plain, *drafted = [outputs for _, outputs in timed[-1]]
     plain_seconds, *draft_seconds = zip(*([seconds for seconds, _ in row] for row in timed[1:]))
     new = sum(out.shape[1] - ids.shape[1] for out, ids in zip(plain, prompts))
@@ -184,6 +200,8 @@ def _measured(
         result.acceptance_rate = counter.acceptance_rate
         result.tokens_per_pass = counter.tokens_per_pass
         result.tokens_per_second = made / statistics.median(seconds)
-        result.speedup = statistics.median(base / own for base, own in zip(plain_seconds, seconds)) * made / new
+        result.speedup = (
+            statistics.median(base / own for base, own in zip(plain_seconds, seconds)) * made / new
+        )
         result.identical = all(torch.equal(one, two) for one, two in zip(plain, outputs))
     return results, new / statistics.median(plain_seconds)

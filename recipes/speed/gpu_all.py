@@ -57,12 +57,27 @@ class Part:
 
 
 def _suite(name: str, seconds: int) -> Part:
-    tiny = ("--shape", "embedded", "--depth", "1", "--dtype", "float32", "--batch", "1", "--length", "16")
+    tiny = (
+        "--shape",
+        "embedded",
+        "--depth",
+        "1",
+        "--dtype",
+        "float32",
+        "--batch",
+        "1",
+        "--length",
+        "16",
+    )
     tiny += ("--steps", "2", "--rounds", "1", "--vocabulary", "64", "--baselines", "eager")
-    return Part(name, (str(HERE / "bench.py"), str(HERE / f"{name}.yaml"), "--out", "{out}"), tiny, seconds)
+    return Part(
+        name, (str(HERE / "bench.py"), str(HERE / f"{name}.yaml"), "--out", "{out}"), tiny, seconds
+    )
 
 
-def _tests(name: str, files: Sequence[str], small: str, seconds: int, *more: str, needs: str | None = None) -> Part:
+def _tests(
+    name: str, files: Sequence[str], small: str, seconds: int, *more: str, needs: str | None = None
+) -> Part:
     paths = [f"tests/{file}.py" for file in files]
     return Part(name, ("-m", "pytest", *paths, *more), (small,), seconds, needs)
 
@@ -101,14 +116,21 @@ def run(part: Part, out: Path, small: bool, seconds: float) -> str:
     if part.needs is not None and importlib.util.find_spec(part.needs) is None:
         return f"left out: {part.needs} is not installed"
     new = out / f"{part.name}.part"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    }
     if not small:
         environment["TEST_DEVICE"] = "cuda"
     start, words = time.monotonic(), part.words(new, small)
     with log.open("w", encoding="utf-8") as file:
         try:
             ended = subprocess.run(
-                [sys.executable, *words], cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=seconds
+                [sys.executable, *words],
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=file,
+                timeout=seconds,
             )
             problem = f"exit code {ended.returncode}" if ended.returncode else None
         except subprocess.TimeoutExpired:
@@ -118,16 +140,22 @@ def run(part: Part, out: Path, small: bool, seconds: float) -> str:
     if part.tests:
         said = log.read_text(encoding="utf-8").splitlines()[-LOG_LINES:]
         took = round(time.monotonic() - start, 1)
-        new.write_text(json.dumps({"command": words, "seconds": took, "pytest": said}, indent=2) + "\n")
+        new.write_text(
+            json.dumps({"command": words, "seconds": took, "pytest": said}, indent=2) + "\n"
+        )
     os.replace(new, result)
     log.unlink()
     return "done"
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--minutes", type=float, default=20, help="all parts together end after them")
+    parser.add_argument(
+        "--minutes", type=float, default=20, help="all parts together end after them"
+    )
     parser.add_argument("--only", help="names of parts, with commas between")
     parser.add_argument("--small", action="store_true", help="tiny sizes, also without a GPU")
     args: Any = parser.parse_args(words)

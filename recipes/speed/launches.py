@@ -57,14 +57,19 @@ def count(model: Any, ids: torch.Tensor, way: AbstractContextManager[Any]) -> di
     cache = DynamicCache(config=model.config)
     model(input_ids=ids[:, :-2], past_key_values=cache, use_cache=True)
     counted: dict[str, int] = {}
-    gpu = patch.object(injection, "decodes", lambda *_: False), patch.object(costs, "is_launched", lambda _: True)
+    gpu = (
+        patch.object(injection, "decodes", lambda *_: False),
+        patch.object(costs, "is_launched", lambda _: True),
+    )
     with way, gpu[0], gpu[1]:
         model(input_ids=ids[:, -2:-1], past_key_values=cache, use_cache=True)
         if ids.is_cuda:
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
                 model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
                 torch.cuda.synchronize()
-            counted["kernels"] = sum(event.device_type == DeviceType.CUDA for event in seen.events())
+            counted["kernels"] = sum(
+                event.device_type == DeviceType.CUDA for event in seen.events()
+            )
             cache.crop(-1)
         with Operators() as operators:
             model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
@@ -72,14 +77,18 @@ def count(model: Any, ids: torch.Tensor, way: AbstractContextManager[Any]) -> di
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     args = parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    base = random_model(args.shape, getattr(torch, args.dtype), depth=args.depth, vocabulary=1024, device=device)
+    base = random_model(
+        args.shape, getattr(torch, args.dtype), depth=args.depth, vocabulary=1024, device=device
+    )
     model = get_depth_routed_model(base, DepthRouteConfig(layers="all")).eval()
     ids = random_tokens(model, 1, PROMPT)
     calibrate(model, {"input_ids": ids})
@@ -96,7 +105,10 @@ def main(words: list[str] | None = None) -> None:
         for name, counts in steps.items()
     }
     sizes = {"shape": args.shape, "depth": args.depth, "dtype": args.dtype}
-    write_json(args.json, {"machine": describe_machine(device), **sizes, "steps": steps, "added_per_layer": layers})
+    write_json(
+        args.json,
+        {"machine": describe_machine(device), **sizes, "steps": steps, "added_per_layer": layers},
+    )
     for name, counts in steps.items():
         print(f"{name:<10} {counts}, for every routed layer {layers[name]} more than the base")
 

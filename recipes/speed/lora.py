@@ -78,13 +78,20 @@ def measure_training(
     peaks = peaks or measure_peaks(device, next(base.parameters()).dtype)
     objective = RoutingObjective(RoutingArguments(), routed)
     steps = {"routed": _step(routed, ids, loss, objective), "lora": _step(lora, ids, loss, None)}
-    samples = interleave({name: partial(seconds_of, step, device) for name, step in steps.items()}, rounds)
+    samples = interleave(
+        {name: partial(seconds_of, step, device) for name, step in steps.items()}, rounds
+    )
     memory = {name: peak_bytes(step, device) for name, step in steps.items()}
     ratio, error = samples.ratio("routed", "lora").rounded()
     with torch.no_grad():
         shares = {index: (1.0, 1.0) for index in layers}  # in training both paths run
         work = count_work(
-            routed, batch=batch, length=length, logits=length, shares=shares, trained_from=min(layers)
+            routed,
+            batch=batch,
+            length=length,
+            logits=length,
+            shares=shares,
+            trained_from=min(layers),
         ).summary(peaks)
     tokens = ids.numel()
     return {
@@ -116,7 +123,9 @@ def with_lora(model: Any, layers: list[int], rank: int) -> Any:
     names: list[str] = []
     for part in (family.ffn, family.attention):
         children = getattr(layer, part).named_children()
-        names = names or [name for name, module in children if isinstance(module, nn.Linear | Conv1D)]
+        names = names or [
+            name for name, module in children if isinstance(module, nn.Linear | Conv1D)
+        ]
     config = peft.LoraConfig(
         r=rank,
         target_modules=names,
@@ -128,7 +137,9 @@ def with_lora(model: Any, layers: list[int], rank: int) -> Any:
     return peft.get_peft_model(model, config)
 
 
-def _step(model: Any, ids: torch.Tensor, loss: str, objective: RoutingObjective | None) -> Callable[[], None]:
+def _step(
+    model: Any, ids: torch.Tensor, loss: str, objective: RoutingObjective | None
+) -> Callable[[], None]:
     """One optimizer step on `ids` `[B, T]`."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     head = _head_of(model, loss)
@@ -162,7 +173,9 @@ def _trained(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def measure_loading(base: Any, config: DepthRouteConfig, *, lora_rank: int = 8, rounds: int = 15) -> dict[str, Any]:
+def measure_loading(
+    base: Any, config: DepthRouteConfig, *, lora_rank: int = 8, rounds: int = 15
+) -> dict[str, Any]:
     """Time injection, saving and loading of a routed adapter and of LoRA on the same layers' FFNs.
 
     Args:
@@ -216,7 +229,10 @@ def measure_loading(base: Any, config: DepthRouteConfig, *, lora_rank: int = 8, 
         }
     ratio, error = samples.ratio(("routed", "load"), ("lora", "load")).rounded()
     rows = {
-        name: {f"{step}_ms": round(samples.median((name, step)) * 1e3, 3) for step in ("inject", "save", "load")}
+        name: {
+            f"{step}_ms": round(samples.median((name, step)) * 1e3, 3)
+            for step in ("inject", "save", "load")
+        }
         | {"bytes": sizes[name]}
         for name in makers
     }
@@ -227,7 +243,11 @@ def measure_loading(base: Any, config: DepthRouteConfig, *, lora_rank: int = 8, 
 
 
 def training_rows(m: Mapping[str, Any]) -> Iterator[Row]:
-    sizes = {"router peak MB": "routed_peak_bytes", "LoRA peak MB": "lora_peak_bytes", "logits MB": "logits_bytes"}
+    sizes = {
+        "router peak MB": "routed_peak_bytes",
+        "LoRA peak MB": "lora_peak_bytes",
+        "logits MB": "logits_bytes",
+    }
     yield {
         "case": short_label(m), "router step ms": f"{m['routed_ms']:.1f}", "LoRA step ms": f"{m['lora_ms']:.1f}",
         "router / LoRA": with_error(m), "tokens/s": f"{m['routed_tokens_per_s']:.0f}",

@@ -39,7 +39,11 @@ CODE_PROMPTS = (
     "import os\n\n\nclass Reader:\n    def __init__(self, ",
     "    if not isinstance(value, ",
 )
-STORY_PROMPTS = ("Once upon a time, there was", "One day, a little girl named Lily", "The dog was sad because")
+STORY_PROMPTS = (
+    "Once upon a time, there was",
+    "One day, a little girl named Lily",
+    "The dog was sad because",
+)
 
 
 TRAIN = ("train", "--layers", "last:{}", "--budget", "0.5", "--steps", "60", "--batch-size", "8", "--length", "128",
@@ -53,9 +57,24 @@ def from_text(model: Path, dataset: str, how: tuple[str, ...], texts: tuple[str,
     prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
     with tempfile.TemporaryDirectory() as folder:
         adapter = str(Path(folder) / "adapter")
-        words = ["--model", str(model), "--dataset", dataset, "--dtype", "float32", "--out", adapter]
-        subprocess.run([sys.executable, "-m", "hf_depthroute", *how, *words], check=True, stdout=subprocess.DEVNULL)
-        base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+        words = [
+            "--model",
+            str(model),
+            "--dataset",
+            dataset,
+            "--dtype",
+            "float32",
+            "--out",
+            adapter,
+        ]
+        subprocess.run(
+            [sys.executable, "-m", "hf_depthroute", *how, *words],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, trust_remote_code=False
+        )
         routed = peft.PeftModel.from_pretrained(base, adapter).eval()
         return search_draft(routed, prompts, max_new_tokens=32, pad_token_id=tokenizer.eos_token_id)
 
@@ -81,7 +100,9 @@ def deep() -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--only", choices=("embedded", "wide", "stories", "deep"))
     args = parser.parse_args()
@@ -90,10 +111,16 @@ def main() -> None:
     cases = {
         "embedded": lambda: from_text(bases / "model", "python-stdlib", training(4), CODE_PROMPTS),
         "wide": lambda: from_text(bases / "wide", "python-stdlib", FIT, CODE_PROMPTS),
-        "stories": lambda: from_text(stories, str(STORIES / "stories.txt"), training(3), STORY_PROMPTS),
+        "stories": lambda: from_text(
+            stories, str(STORIES / "stories.txt"), training(3), STORY_PROMPTS
+        ),
         "deep": deep,
     }
-    results: dict[str, Any] = {"machine": describe_machine(torch.device("cpu")), "dtype": "float32", "cases": {}}
+    results: dict[str, Any] = {
+        "machine": describe_machine(torch.device("cpu")),
+        "dtype": "float32",
+        "cases": {},
+    }
     for name, case in cases.items():
         if args.only not in (None, name):
             continue

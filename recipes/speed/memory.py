@@ -96,16 +96,24 @@ def measure_memory(variants: Variants, case: Case, input_ids: torch.Tensor) -> d
         "adapter_bytes": adapter,
         "variants": rows,
         "kv_over_dense": {
-            str(budget): round(rows[budget_name(budget)]["kv_bytes"] / rows[variants.reference]["kv_bytes"], 4)
+            str(budget): round(
+                rows[budget_name(budget)]["kv_bytes"] / rows[variants.reference]["kv_bytes"], 4
+            )
             for budget in variants.budgets
         },
     }
 
 
 def memory_rows(m: Mapping[str, Any]) -> Iterator[Row]:
-    columns = {"KV cache MB": "kv_bytes", "prefill peak MB": "prefill_bytes", "decode peak MB": "decode_bytes"}
+    columns = {
+        "KV cache MB": "kv_bytes",
+        "prefill peak MB": "prefill_bytes",
+        "decode peak MB": "decode_bytes",
+    }
     for name, row in m["variants"].items():
         sizes = {"weights MB": m["base_bytes"] + (0 if name == "base" else m["adapter_bytes"])}
         sizes |= {column: row.get(key) for column, key in columns.items()}
-        shown = {column: "-" if size is None else f"{size / 1e6:.2f}" for column, size in sizes.items()}
+        shown = {
+            column: "-" if size is None else f"{size / 1e6:.2f}" for column, size in sizes.items()
+        }
         yield {"case": short_label(m), "variant": name, **shown}

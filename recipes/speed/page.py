@@ -25,11 +25,19 @@ def decode_step() -> list[str]:
     ways = ("dense", "routed", "free")
     columns = [(row, way) for row in result["measured"] for way in ways]
     names = list(dict.fromkeys(part for row, way in columns for part in row["parts_ms"][way]))
-    rows = [[name, *(f"{row['parts_ms'][way].get(name, 0):.2f}" for row, way in columns)] for name in names]
+    rows = [
+        [name, *(f"{row['parts_ms'][way].get(name, 0):.2f}" for row, way in columns)]
+        for name in names
+    ]
     rows.append(["whole step", *(f"{row['ms'][way]:.2f}" for row, way in columns)])
     head = ["part", *(f"{way}, {row['layers']}" for row, way in columns)]
     reached = " and ".join(f"{row['of_ideal']:.2f} ({row['layers']})" for row in result["measured"])
-    return [*lines, *markdown_table(head, rows), "", f"Of what the free router saves, the routed step saves {reached}."]
+    return [
+        *lines,
+        *markdown_table(head, rows),
+        "",
+        f"Of what the free router saves, the routed step saves {reached}.",
+    ]
 
 
 def timed_cases(result: Any) -> list[Any]:
@@ -42,7 +50,11 @@ def machine_of(result: Any, dtype: str) -> str:
 
 
 def with_error(row: Any) -> str:
-    return f"{row['ratio']:.3f} ± {row['ratio_error']:.3f}" if row["ratio_error"] else f"{row['ratio']:.3f}"
+    return (
+        f"{row['ratio']:.3f} ± {row['ratio_error']:.3f}"
+        if row["ratio_error"]
+        else f"{row['ratio']:.3f}"
+    )
 
 
 def timed_rows(result: Any) -> list[list[str]]:
@@ -66,9 +78,25 @@ def timed_rows(result: Any) -> list[list[str]]:
 def by_shape(*names: str) -> list[str]:
     """A table of suites with several shapes."""
     results = [read(f"speed/{name}.json") for name in names]
-    shapes = [m["setting"]["shape"] for result in results for m in timed_cases(result) for _ in m["budgets"]]
+    shapes = [
+        m["setting"]["shape"]
+        for result in results
+        for m in timed_cases(result)
+        for _ in m["budgets"]
+    ]
     rows = [row for result in results for row in timed_rows(result)]
-    head = ["shape", "case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta", "free"]
+    head = [
+        "shape",
+        "case",
+        "routed",
+        "budget",
+        "run full",
+        "time / dense",
+        "masked",
+        "FLOPs / dense",
+        "eta",
+        "free",
+    ]
     return markdown_table([*head, "machine"], [[shape, *row] for shape, row in zip(shapes, rows)])
 
 
@@ -103,7 +131,15 @@ def batches() -> list[str]:
                 str(m["batch"]), budget, f"{row['full_ratio']:.2f}", f"{row['full_passes']:.2f}", with_error(row),
                 with_error(tuned), f"{tuned['executors'].get('full', 0)} of {m['setting']['depth']}",
             ])  # fmt: skip
-    head = ["sequences", "budget", "run full", "FFNs read", "time / dense", "tuned, time / dense", "not routed"]
+    head = [
+        "sequences",
+        "budget",
+        "run full",
+        "FFNs read",
+        "time / dense",
+        "tuned, time / dense",
+        "not routed",
+    ]
     return [
         "Decoding of 1 to 64 sequences at once, all FFNs of a quarter of the depth. `FFNs read`: the share of FFN "
         "calls that at least one row entered. `tuned`: after `tune_execution`, which stops routing in the layers where "
@@ -119,7 +155,17 @@ def targets() -> list[str]:
         read("speed/long-prompts.json"),
         [read(f"speed/{name}.json") for name in ("targets", "targets-decode")],
     )
-    head = ["case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta", "free"]
+    head = [
+        "case",
+        "routed",
+        "budget",
+        "run full",
+        "time / dense",
+        "masked",
+        "FLOPs / dense",
+        "eta",
+        "free",
+    ]
     shapes = [m["setting"]["shape"] for m in timed_cases(long)]
     memory = [
         [m["setting"]["target"], *(f"{m['variants'][one][kind] / 2**20:,.0f}" for kind in ("prefill_bytes", "kv_bytes")
@@ -135,11 +181,15 @@ def targets() -> list[str]:
         "Prompts of 512 to 8,192 tokens, four layers, and one layer of larger shapes "
         f"({machine_of(long, 'bfloat16')}):",
         "",
-        *markdown_table(["shape", *head], [[shape, *row[:9]] for shape, row in zip(shapes, timed_rows(long))]),
+        *markdown_table(
+            ["shape", *head], [[shape, *row[:9]] for shape, row in zip(shapes, timed_rows(long))]
+        ),
         "",
         "Memory at 1 x 8,192 tokens, MiB above the weights: the peak of the prompt, and the KV cache.",
         "",
-        *markdown_table(["routed", "peak, dense", "peak, routed", "KV, dense", "KV, routed"], memory),
+        *markdown_table(
+            ["routed", "peak, dense", "peak, routed", "KV, dense", "KV, routed"], memory
+        ),
     ]
 
 
@@ -151,7 +201,14 @@ def compiled() -> list[str]:
             case = f"{m['case']} {m['batch']} x {m['length']}"
             dense = [f"{m['dense_modes'][mode]:.1f}" for mode in ("eager", "compiled")]
             rows.append(
-                [case, budget, f"{row['full_ratio']:.2f}", *dense, f"{row['modes']['eager']:.3f}", with_error(row)]
+                [
+                    case,
+                    budget,
+                    f"{row['full_ratio']:.2f}",
+                    *dense,
+                    f"{row['modes']['eager']:.3f}",
+                    with_error(row),
+                ]
             )
     head = ["case", "budget", "run full", "dense, ms", "compiled, ms", "eager", "compiled"]
     return [
@@ -186,7 +243,13 @@ def on_gpu() -> list[str]:
                 f"{masked['ratio']:.2f}" if masked else "", f"{row['flops_routed_over_dense']:.2f}",
             ])  # fmt: skip
     operations = [
-        [one["operation"], f"{one['share']:g}", f"{one['dense_ms']:.2f}", with_error(one), f"{one['matmul']:.2f}"]
+        [
+            one["operation"],
+            f"{one['share']:g}",
+            f"{one['dense_ms']:.2f}",
+            with_error(one),
+            f"{one['matmul']:.2f}",
+        ]
         for one in alone["operations"]
         if one["share"] and one["dense_ms"] > 0.2  # of shorter ones only the launch would be seen
     ]
@@ -200,7 +263,10 @@ def on_gpu() -> list[str]:
         f"expects a gain: it predicts {gathered(result):.2f} for the prompt below, which has not been measured. Random "
         "weights:",
         "",
-        *markdown_table(["case", "budget", "run full", "dense, ms", "time / dense", "masked", "FLOPs / dense"], rows),
+        *markdown_table(
+            ["case", "budget", "run full", "dense, ms", "time / dense", "masked", "FLOPs / dense"],
+            rows,
+        ),
         "",
         "The row operators alone, over the dense operation; the shares are of rows that run, and of a matmul rate of "
         f"{alone['peaks']['gflop_per_s']:,.0f} GFLOP/s. Those whose dense time is below 0.2 ms are left out: launches "
@@ -240,10 +306,22 @@ def study() -> Study:
     rows = [row for result in results for row in timed_rows(result)]
     threads = results[0]["machine"]["threads"]
     disabled, full = (
-        [m["overheads"][name]["ratio"] for m in timed if m["overheads"]] for name in ("disabled", "budget 1.0")
+        [m["overheads"][name]["ratio"] for m in timed if m["overheads"]]
+        for name in ("disabled", "budget 1.0")
     )
     train = read("speed/train.json")["measurements"]
-    head = ["case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta", "free", "machine"]
+    head = [
+        "case",
+        "routed",
+        "budget",
+        "run full",
+        "time / dense",
+        "masked",
+        "FLOPs / dense",
+        "eta",
+        "free",
+        "machine",
+    ]
     labels = [f"({m['loss']} loss, vocabulary {m['setting']['vocabulary']:,})" for m in train]
     steps = ", ".join(f"{m['ratio']:.2f} {label}" for m, label in zip(train, labels))
     peaks = ", ".join(f"{m['routed_peak_bytes'] / 1e6:,.0f}" for m in train)
@@ -253,7 +331,8 @@ def study() -> Study:
         if m["case"] in ("prefill", "decode") and len(m["setting"]["routed_layers"]) == 12
     }
     times, flops = (
-        [f"{half[case][key]:.3f}" for case in ("prefill", "decode")] for key in ("ratio", "flops_routed_over_dense")
+        [f"{half[case][key]:.3f}" for case in ("prefill", "decode")]
+        for key in ("ratio", "flops_routed_over_dense")
     )
     _, _, eager = headlines.eager_decode(read("speed/h100.json"))
     brief = (

@@ -15,7 +15,13 @@ from hf_depthroute.bench.variants import DISABLED, FULL
 from hf_depthroute.files.staged import png_of, write_bytes
 
 Found = Sequence[Mapping[str, Any]]  # measurements
-COLORS = {"routed": "#0072b2", "masked": "#d55e00", "ideal": "#009e73", "lora": "#cc79a7", "tuned": "#e69f00"}
+COLORS = {
+    "routed": "#0072b2",
+    "masked": "#d55e00",
+    "ideal": "#009e73",
+    "lora": "#cc79a7",
+    "tuned": "#e69f00",
+}
 _ROW = 0.26  # inches for one bar
 _ONE: dict[str, Any] = {"color": "black", "lw": 1, "ls": "--"}
 # Marks on the bars: column, label, marker, colour, size, width of the edge.
@@ -47,12 +53,18 @@ def plot_result(folder: Path, result: Mapping[str, Any]) -> list[Path]:
     figures: dict[str, Figure | None] = {}
     if timed := [m for m in found if m["case"] in TIMED]:
         rows = _rows(timed)
-        figures = {"times": _times(rows), "eta": _eta(rows), "roofline": _roofline(rows, result.get("peaks", {}))}
+        figures = {
+            "times": _times(rows),
+            "eta": _eta(rows),
+            "roofline": _roofline(rows, result.get("peaks", {})),
+        }
         figures["sweep"] = _sweep(rows)
     for name, case, draw in (("training", "train", _training), ("memory", "memory", _memory)):
         mine = [m for m in found if m["case"] == case]
         figures[name] = draw(mine) if mine else None
-    drawn = {folder / f"{name}.png": figure for name, figure in figures.items() if figure is not None}
+    drawn = {
+        folder / f"{name}.png": figure for name, figure in figures.items() if figure is not None
+    }
     for path, figure in drawn.items():
         write_bytes(path, png_of(figure, dpi=130))
     return list(drawn)
@@ -63,7 +75,10 @@ def _rows(timed: Found) -> pd.DataFrame:
     rows = [
         {"title": f"{title}, budget {budget}", "model": _model(m), "budget": budget}
         | {"eta": row.get("eta"), "error": row.get("ratio_error")}
-        | {name: m.get(name) for name in ("case", "batch", "length", "setting", "dense_ms", "roofline")}
+        | {
+            name: m.get(name)
+            for name in ("case", "batch", "length", "setting", "dense_ms", "roofline")
+        }
         | {kind: m.get(kind, {}).get(budget, {}) for kind in ("budgets", "masked", "tuned")}
         for m, title in zip(timed, _titles(timed))
         for budget, row in m["budgets"].items()
@@ -78,7 +93,9 @@ def _times(rows: pd.DataFrame) -> Figure:
     style = {"color": COLORS["routed"], "label": "routed", "error_kw": {"lw": 1}}
     axes.barh(rows.index, rows["budgets.ratio"], 0.62, xerr=pd.to_numeric(rows["error"]), **style)
     _mark(axes, rows, _TIMES)
-    axes.set_xlim(0, 1.08 * pd.Series([1.0, *rows["budgets.ratio"], *rows.get("masked.ratio", ())]).max())
+    axes.set_xlim(
+        0, 1.08 * pd.Series([1.0, *rows["budgets.ratio"], *rows.get("masked.ratio", ())]).max()
+    )
     _legend(figure, axes)
     return figure
 
@@ -88,7 +105,9 @@ def _eta(rows: pd.DataFrame) -> Figure | None:
     rows = rows.dropna(subset="eta").reset_index()
     if rows.empty:
         return None
-    figure, axes = _bars(rows["title"], _shared(rows["model"]), "eta: saved time / time that could be saved")
+    figure, axes = _bars(
+        rows["title"], _shared(rows["model"]), "eta: saved time / time that could be saved"
+    )
     axes.axvline(1.0, **_ONE)
     axes.axvline(0.0, color="0.6", lw=1)
     axes.barh(rows.index, rows["eta"], 0.62, color=COLORS["routed"], label="against FLOPs")
@@ -123,7 +142,9 @@ def _roofline(rows: pd.DataFrame, peaks: Mapping[str, Any]) -> Figure | None:
                           ms=6, alpha=0.8, mec="white", label=f"{case}, {name}")  # fmt: skip
                 intensities += list(x)
         low, high = min(intensities) / 3, max(*intensities, knee) * 3
-        axes.plot([low, knee, high], [low * bandwidth, rate, rate], color="black", lw=1.2, zorder=1.9)
+        axes.plot(
+            [low, knee, high], [low * bandwidth, rate, rate], color="black", lw=1.2, zorder=1.9
+        )
         title = f"{dtype}: {bandwidth:,.0f} GB/s, {rate:,.0f} GFLOP/s measured"
         axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="GFLOP/s", title=title)
         for axis in (axes.xaxis, axes.yaxis):
@@ -147,11 +168,15 @@ def _sweep(rows: pd.DataFrame) -> Figure | None:
         budgets, batches = sorted(set(part["budget"]), reverse=True), sorted(set(part["batch"]))
         panel.axhline(1.0, **_ONE)
         for (budget, batch), line in part.sort_values("length").groupby(lines, sort=False):
-            shade = matplotlib.colormaps["viridis"](0.85 * batches.index(batch) / max(1, len(batches) - 1))
+            shade = matplotlib.colormaps["viridis"](
+                0.85 * batches.index(batch) / max(1, len(batches) - 1)
+            )
             style = ("-", ":", "-.", "--")[budgets.index(budget) % 4]
             panel.plot(line["length"], line["budgets.speedup"], color=shade, ls=style, marker="o", ms=4,
                        label=f"batch {batch}, budget {budget}")  # fmt: skip
-        panel.set(xscale="log", xlabel="prompt tokens" if case == "prefill" else "tokens in the cache")
+        panel.set(
+            xscale="log", xlabel="prompt tokens" if case == "prefill" else "tokens in the cache"
+        )
         ticks = sorted(set(part["length"]))
         panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         panel.minorticks_off()
@@ -166,11 +191,23 @@ def _training(found: Found) -> Figure:
     shared = _shared(map(_model, found))
     figure = Figure(figsize=(11, 1.4 + 2.4 * _ROW * len(found)), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    units = (("ms", 1.0, "optimizer step, ms"), ("peak_bytes", 1e6, "peak memory above the weights, MB"))
+    units = (
+        ("ms", 1.0, "optimizer step, ms"),
+        ("peak_bytes", 1e6, "peak memory above the weights, MB"),
+    )
     for panel, (key, scale, label) in zip(axes, units):
-        for shift, name, title in ((-0.2, "routed", "routers"), (0.2, "lora", "LoRA on the same layers' FFNs")):
+        for shift, name, title in (
+            (-0.2, "routed", "routers"),
+            (0.2, "lora", "LoRA on the same layers' FFNs"),
+        ):
             places = [place + shift for place in range(len(found))]
-            panel.barh(places, [m[f"{name}_{key}"] / scale for m in found], 0.36, color=COLORS[name], label=title)
+            panel.barh(
+                places,
+                [m[f"{name}_{key}"] / scale for m in found],
+                0.36,
+                color=COLORS[name],
+                label=title,
+            )
         panel.set_xlabel(label)
     _name_rows(axes[0], [short_label(m) + ("" if shared else f"\n{_model(m)}") for m in found])
     figure.suptitle(shared, fontsize=9)
@@ -186,11 +223,21 @@ def _memory(found: Found) -> Figure:
         for name, row in m["variants"].items()
         if name not in (DISABLED, FULL) or "base" not in m["variants"]
     ))  # fmt: skip
-    shared, weights = _shared(map(_model, found)), " or ".join(sorted({f"{m['base_bytes'] / 1e6:,.0f}" for m in found}))
+    shared, weights = (
+        _shared(map(_model, found)),
+        " or ".join(sorted({f"{m['base_bytes'] / 1e6:,.0f}" for m in found})),
+    )
     title = f"{shared}{': ' if shared else ''}{weights} MB of weights"
     figure, axes = _bars(names, title, "MB besides the weights")
     axes.barh(range(len(names)), cached, 0.62, color=COLORS["ideal"], label="KV cache")
-    axes.barh(range(len(names)), rest, 0.62, left=cached, color=COLORS["routed"], label="the rest of prefill's peak")
+    axes.barh(
+        range(len(names)),
+        rest,
+        0.62,
+        left=cached,
+        color=COLORS["routed"],
+        label="the rest of prefill's peak",
+    )
     _legend(figure, axes)
     return figure
 

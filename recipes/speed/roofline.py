@@ -107,7 +107,9 @@ def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
 def _measure_peaks(device: torch.device, dtype: torch.dtype, threads: int) -> Peaks:
     kind = device.type if device.type in _MATMUL_SIZE else "cpu"
     width = 4096
-    matrix = torch.ones(_BUFFER_BYTES[kind] // dtype.itemsize // width, width, dtype=dtype, device=device)
+    matrix = torch.ones(
+        _BUFFER_BYTES[kind] // dtype.itemsize // width, width, dtype=dtype, device=device
+    )
     target, vector = torch.empty_like(matrix), matrix[0].clone()
     copied = 2 * matrix.nbytes / _best(target.copy_, (matrix,), device)
     read = matrix.nbytes / _best(torch.mv, (matrix, vector), device)
@@ -119,7 +121,9 @@ def _measure_peaks(device: torch.device, dtype: torch.dtype, threads: int) -> Pe
     return Peaks(max(copied, read), flops)
 
 
-def _best(run: Callable[..., Any], arguments: tuple[torch.Tensor, ...], device: torch.device) -> float:
+def _best(
+    run: Callable[..., Any], arguments: tuple[torch.Tensor, ...], device: torch.device
+) -> float:
     """Seconds of the fastest run: a peak is what the machine can do when nothing disturbs it."""
     return min(seconds_of(lambda: run(*arguments), device) for _ in range(_ROUNDS))
 
@@ -150,7 +154,11 @@ def count_work(
     """
     stack = stack_of(model)
     family, layers = stack.family, stack.layers
-    routings = {} if shares is None else {h.layer_index: h for h in active_routings(model) if not runs_full(h, length)}
+    routings = (
+        {}
+        if shares is None
+        else {h.layer_index: h for h in active_routings(model) if not runs_full(h, length)}
+    )
     work = Work()
     config = text_config(model.config)
     size = next(p for n, p in layers[0].named_parameters() if f"{ROUTING}." not in n).element_size()
@@ -200,20 +208,29 @@ def _count_router(
 ) -> None:
     """The gate and target memory on every token, the branch on the share `cheap`; weights are read on every pass."""
     name = routing.active_name()
-    for group in (routing.depth_route_gate, routing.depth_route_predictor, routing.depth_route_branch):
+    for group in (
+        routing.depth_route_gate,
+        routing.depth_route_predictor,
+        routing.depth_route_branch,
+    ):
         if name not in group:
             continue
         module = group[name]
         held = sum(p.numel() * p.element_size() for p in module.parameters())
         if group is routing.depth_route_branch:
             borrowed = module.borrowed_weights() if isinstance(module, NeuronBranch) else 0
-            met, seen = sum(matrix.per_token for matrix in matrices(module, config)) + borrowed, tokens * cheap
+            met, seen = (
+                sum(matrix.per_token for matrix in matrices(module, config)) + borrowed,
+                tokens * cheap,
+            )
             held += borrowed * next(p.element_size() for p in module.parameters())
         else:
             met = float(cast(Gate, module).weights_per_token())
             seen = tokens / length if routing.active_config().granularity == "sequence" else tokens
         width = next(p.element_size() for p in module.parameters()) if held else 4
-        work.add("router", again * 2.0 * seen * met, again * (held + 2 * width * seen * routing.width))
+        work.add(
+            "router", again * 2.0 * seen * met, again * (held + 2 * width * seen * routing.width)
+        )
     if name in routing.depth_route_memory:
         memory = cast(NgramMemory, routing.depth_route_memory[name])
         met, size = memory.weights_per_token(), memory.table.element_size()
@@ -248,8 +265,13 @@ def roofline_rows(m: Mapping[str, Any]) -> Iterator[Row]:
     """The row of the dense model's table, and one for every budget."""
     if "roofline" not in m:
         return
-    timed: dict[str, tuple[float, Any, dict[str, Any]]] = {"dense": (m["dense_ms"], m["roofline"], {})}
-    timed |= {f"routed {name}": (row["routed_ms"], row["roofline"], row) for name, row in m["budgets"].items()}
+    timed: dict[str, tuple[float, Any, dict[str, Any]]] = {
+        "dense": (m["dense_ms"], m["roofline"], {})
+    }
+    timed |= {
+        f"routed {name}": (row["routed_ms"], row["roofline"], row)
+        for name, row in m["budgets"].items()
+    }
     for variant, (taken, roof, row) in timed.items():
         etas = {name: row.get(name.replace(" ", "_")) for name in ("eta roofline", "eta free")}
         yield {

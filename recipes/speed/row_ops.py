@@ -113,11 +113,18 @@ def attention(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Wo
     works, item, scaling = [], dtype.itemsize, sizes.head**-0.5
     for batch, length, keys in sizes.attention:
         q = torch.randn(batch, length, sizes.heads, sizes.head, device=device, dtype=dtype)
-        k, v = (torch.randn(batch, sizes.groups, keys, sizes.head, device=device, dtype=dtype) for _ in range(2))
+        k, v = (
+            torch.randn(batch, sizes.groups, keys, sizes.head, device=device, dtype=dtype)
+            for _ in range(2)
+        )
         past = keys - length
 
-        def dense(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, causal: bool = length > 1) -> Any:
-            return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=causal, enable_gqa=True)
+        def dense(
+            q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, causal: bool = length > 1
+        ) -> Any:
+            return F.scaled_dot_product_attention(
+                q.transpose(1, 2), k, v, is_causal=causal, enable_gqa=True
+            )
 
         for share in shares(batch * length):
             mask = chosen(batch * length, share, device).view(batch, length)
@@ -173,7 +180,9 @@ def measure(work: Work, peaks: Peaks, device: torch.device, rounds: int) -> dict
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=25)
@@ -182,7 +191,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, sizes = getattr(torch, args.dtype), SMALL if args.small else Sizes()
     peaks = measure_peaks(device, dtype)
-    result: dict[str, Any] = {"machine": describe_machine(device), "dtype": args.dtype, "peaks": peaks.to_dict()}
+    result: dict[str, Any] = {
+        "machine": describe_machine(device),
+        "dtype": args.dtype,
+        "peaks": peaks.to_dict(),
+    }
     result["operations"] = []
     for kind in (linear_maps, attention):
         for work in kind(sizes, device, dtype):

@@ -55,7 +55,9 @@ def random_model(
     sizes = dict(SHAPES[shape])
     if depth is not None:
         if not 1 <= depth <= sizes["num_hidden_layers"]:
-            raise ValueError(f"depth={depth}: {shape} has {sizes['num_hidden_layers']} layers; use 1 to that many")
+            raise ValueError(
+                f"depth={depth}: {shape} has {sizes['num_hidden_layers']} layers; use 1 to that many"
+            )
         sizes["num_hidden_layers"] = depth
     if vocabulary is not None:
         if vocabulary < 2:

@@ -30,7 +30,12 @@ from hf_depthroute.bench.inference import Shares, Times, measure_inference
 from hf_depthroute.bench.modes import check_modes, first_sequences
 from hf_depthroute.bench.suite import Given, new_result, run_case, size_of, tokens_of
 from hf_depthroute.bench.timing import dtype_name
-from hf_depthroute.bench.variants import adapter_dtype, dense_view, hold_adapter_in, wants_base_dtype
+from hf_depthroute.bench.variants import (
+    adapter_dtype,
+    dense_view,
+    hold_adapter_in,
+    wants_base_dtype,
+)
 from hf_depthroute.files.strict_yaml import YamlError, read_mapping
 from hf_depthroute.parts.targets import TARGETS
 
@@ -94,7 +99,9 @@ class SuiteCase(Case):
 
     def config(self) -> DepthRouteConfig:
         layers = list(self.layers) if isinstance(self.layers, tuple) else self.layers
-        return DepthRouteConfig(layers=layers, target=self.target, gate=self.gate, phases=self.phases)
+        return DepthRouteConfig(
+            layers=layers, target=self.target, gate=self.gate, phases=self.phases
+        )
 
     def made_from(self) -> tuple[Any, ...]:
         """Equal for cases of the same base model."""
@@ -142,7 +149,11 @@ def read_suite(path: Path, **overrides: Any) -> tuple[str, list[SuiteCase]]:
     content = read_mapping(path)
     name = content.pop("name", path.stem)
     listed = content.pop("cases", None)
-    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed) or not listed:
+    if (
+        not isinstance(listed, list)
+        or not all(isinstance(entry, dict) for entry in listed)
+        or not listed
+    ):
         raise YamlError(f"{path}: cases must be a list of mappings")
     cases = []
     for number, entry in enumerate(listed, start=1):
@@ -162,7 +173,11 @@ def expand(entry: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[Suite
         raise ValueError(f"unknown key {unknown[0]!r}; use some of: {', '.join(sorted(known))}")
     if missing := [key for key in ("case", "shape") if key not in values]:
         raise ValueError(f"{missing[0]} is missing")
-    if overrides.get("depth") and "depth" not in entry and str(values.get("layers")).startswith("last:"):
+    if (
+        overrides.get("depth")
+        and "depth" not in entry
+        and str(values.get("layers")).startswith("last:")
+    ):
         whole = int(SHAPES.get(values["shape"], {"num_hidden_layers": 1})["num_hidden_layers"])
         last = int(values["layers"].removeprefix("last:"))
         values["layers"] = f"last:{max(1, last * overrides['depth'] // whole)}"
@@ -173,8 +188,15 @@ def expand(entry: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[Suite
         values["baselines"] = tuple(part.strip() for part in values["baselines"].split(","))
     if isinstance(values.get("budgets"), int | float):
         values["budgets"] = (float(values["budgets"]),)
-    many = {key: values[key] if isinstance(values.get(key), list) else [values[key]] for key in _MANY if key in values}
-    return [SuiteCase(**{**values, **dict(zip(many, chosen))}) for chosen in itertools.product(*many.values())]
+    many = {
+        key: values[key] if isinstance(values.get(key), list) else [values[key]]
+        for key in _MANY
+        if key in values
+    }
+    return [
+        SuiteCase(**{**values, **dict(zip(many, chosen))})
+        for chosen in itertools.product(*many.values())
+    ]
 
 
 def run_suite(
@@ -201,12 +223,16 @@ def run_suite(
         group = [case for case in cases if case.made_from() == kind]
         first = group[0]
         dtype = getattr(torch, first.dtype)
-        base = random_model(first.shape, dtype, depth=first.depth, vocabulary=first.vocabulary, device=device)
+        base = random_model(
+            first.shape, dtype, depth=first.depth, vocabulary=first.vocabulary, device=device
+        )
         peaks = measure_peaks(device, dtype)
         result["peaks"][dtype_name(dtype)] = peaks.to_dict()
         for case in group:
             measure_one = functools.partial(_measure, base=base, peaks=peaks)
-            result["measurements"].append(run_case(case, case.describe(), case.setting(base), measure_one, progress))
+            result["measurements"].append(
+                run_case(case, case.describe(), case.setting(base), measure_one, progress)
+            )
         del base, measure_one
     return result
 
@@ -226,7 +252,12 @@ def _measure(case: SuiteCase, base: Any, peaks: Peaks) -> dict[str, Any]:
     if case.case == "memory":
         ids = torch.cat([ids, ids[:, :1]], dim=1)
     variants = SpeedVariants(
-        model, dense_view(base), case.budgets, first_sequences(ids), case.masked, *_tuned_on(case, ids)
+        model,
+        dense_view(base),
+        case.budgets,
+        first_sequences(ids),
+        case.masked,
+        *_tuned_on(case, ids),
     )
 
     def also(measured: dict[str, Any], times: Times, shares: Shares) -> None:

@@ -57,7 +57,9 @@ class SpeedVariants(Variants):
             self._set_executors([{} for _ in self._before])
             with self.using(budget_name(budget)):
                 choices = tune_execution(model, tune, steps=8 if decodes else 0, repeats=3)
-            self.chosen[budget] = dict(Counter(choice.executor for choice in choices if choice.step == wanted))
+            self.chosen[budget] = dict(
+                Counter(choice.executor for choice in choices if choice.step == wanted)
+            )
             self._tuned[budget] = self._executors()
             self._set_executors(self._before)
         if base is not None and TARGETS[self.config.target].skips == ("ffn",):
@@ -130,11 +132,17 @@ def add_variants(measured: dict[str, Any], times: Times, shares: Shares) -> None
     left_out = None
     if LEFT_OUT in variants.names:
         left_out = times.samples.ratio((LEFT_OUT, times.dense[1]), times.dense).value
-    measured |= {"without_ffns": None if left_out is None else round(left_out, 4), "masked": {}, "tuned": {}}
+    measured |= {
+        "without_ffns": None if left_out is None else round(left_out, 4),
+        "masked": {},
+        "tuned": {},
+    }
     for budget in shares:
         row = measured["budgets"][str(budget)]
         ideal, share = row["flops_routed_over_dense"], row["full_ratio"]
-        row["eta_free"] = None if left_out is None else eta_of(share + (1 - share) * left_out, ideal)
+        row["eta_free"] = (
+            None if left_out is None else eta_of(share + (1 - share) * left_out, ideal)
+        )
         if (name := f"masked {budget}") in variants.names:
             eta = eta_of(times.over_dense(name).value, ideal)
             measured["masked"][str(budget)] = times.row(name, "masked") | {"eta": eta}

@@ -17,7 +17,10 @@ def study() -> Study:
         for row in result["summary"]
         if row["budget"] == 0.5
     }
-    flops = {(c["gate"], c["gate_input"], tuple(c["layers"])): c["flops"] for c in result["flops_over_dense"]}
+    flops = {
+        (c["gate"], c["gate_input"], tuple(c["layers"])): c["flops"]
+        for c in result["flops_over_dense"]
+    }
     dense = next(row for row in result["summary"] if row["rule"] == "dense")["loss"]
     routed, random = (2, 3, 4), at_budget["random", "normed", (2, 3, 4), "threshold"]
     static = {key[2]: row for key, row in at_budget.items() if key[0] == "none"}
@@ -26,7 +29,9 @@ def study() -> Study:
 
     def dropped(share: float) -> float:
         """The loss of leaving FFNs out at a share of FFN calls, on straight lines between numbers of FFNs."""
-        (high, above), (low, below) = next(pair for pair in itertools.pairwise(points) if pair[1][0] <= share)
+        (high, above), (low, below) = next(
+            pair for pair in itertools.pairwise(points) if pair[1][0] <= share
+        )
         return above + (below - above) * (high - share) / (high - low)
 
     rows = []
@@ -71,7 +76,16 @@ def study() -> Study:
         f"{result['random_routing_without_branch']:.3f}.",
         "",
         *markdown_table(
-            ["gate, input", "FFN calls", "FLOPs / dense", "top-k", "causal threshold", "to random", "to drop", "seeds"],
+            [
+                "gate, input",
+                "FFN calls",
+                "FLOPs / dense",
+                "top-k",
+                "causal threshold",
+                "to random",
+                "to drop",
+                "seeds",
+            ],
             rows,
         ),
     ]

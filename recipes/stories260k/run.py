@@ -33,9 +33,13 @@ def cases(importance: dict[int, float]) -> list[dict[str, Any]]:
     from hf_depthroute.inference.importance import least_important
 
     routed = [
-        {"gate": gate, "gate_input": source, "layers": ROUTED} for gate, source in [*LEARNED, ("random", "normed")]
+        {"gate": gate, "gate_input": source, "layers": ROUTED}
+        for gate, source in [*LEARNED, ("random", "normed")]
     ]
-    static = [{"gate": "none", "gate_input": "normed", "layers": least_important(importance, n)} for n in DROPPED]
+    static = [
+        {"gate": "none", "gate_input": "normed", "layers": least_important(importance, n)}
+        for n in DROPPED
+    ]
     return routed + static
 
 
@@ -45,7 +49,9 @@ def key(run: dict[str, Any]) -> tuple[str, ...]:
 
 def command(*arguments: object) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "hf_depthroute", *map(str, arguments)], check=True, env=environment)
+    subprocess.run(
+        [sys.executable, "-m", "hf_depthroute", *map(str, arguments)], check=True, env=environment
+    )
 
 
 def train_and_eval(data: Path, folder: Path, case: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -74,7 +80,9 @@ def load(data: Path, split: str) -> tuple[Any, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(data / "stories260k", trust_remote_code=False)
     text = load_text(str(data / "stories.txt"), split=split)
-    base = AutoModelForCausalLM.from_pretrained(data / "stories260k", trust_remote_code=False).eval()
+    base = AutoModelForCausalLM.from_pretrained(
+        data / "stories260k", trust_remote_code=False
+    ).eval()
     return base, torch.tensor(pack(text, tokenizer, 256)["input_ids"])
 
 
@@ -93,7 +101,9 @@ def flops_over_dense(data: Path, case: dict[str, Any]) -> float:
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model, route_cost
 
     config = DepthRouteConfig(**{name: case[name] for name in CASE}, branch_rank=BRANCH_RANK)
-    cost = route_cost(get_depth_routed_model(load(data, "train[:1%]")[0], config), batch_size=1, length=256)
+    cost = route_cost(
+        get_depth_routed_model(load(data, "train[:1%]")[0], config), batch_size=1, length=256
+    )
     return cost.flops_routed / cost.flops_dense
 
 
@@ -141,14 +151,18 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, default=HERE.parents[1].parent / "shared" / "data")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     args = parser.parse_args()
     if not args.data.is_dir():
-        sys.exit(f"{args.data} does not exist; this recipe needs stories260k/ and stories.txt from there")
+        sys.exit(
+            f"{args.data} does not exist; this recipe needs stories260k/ and stories.txt from there"
+        )
 
     result = json.loads(args.out.read_text()) if args.out.exists() else {"runs": []}
     result.setdefault("random_routing_without_branch", round(random_routing_loss(args.data), 4))

@@ -36,14 +36,19 @@ app = typer.Typer(help=__doc__, add_completion=False, rich_markup_mode=None, no_
 @dataclass(kw_only=True)
 class RunOptions:
     file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study file.")]
-    out: Annotated[Path, typer.Option(help="Folder of the results. Started again, it does what is missing.")]
+    out: Annotated[
+        Path, typer.Option(help="Folder of the results. Started again, it does what is missing.")
+    ]
     jobs: Annotated[int, typer.Option(min=1, help="Runs at one time.")] = 1
     engine: Annotated[str, "processes (of this machine) or ray."] = "processes"
     only: Annotated[str | None, "Configs to run, comma-separated. Default: all."] = None
     seeds: Annotated[str | None, "Some of the study's seeds, comma-separated."] = None
     steps: Annotated[
         int | None,
-        typer.Option(min=2, help="Steps of every run instead of the file's, such as 20 to try a study. Default: its."),
+        typer.Option(
+            min=2,
+            help="Steps of every run instead of the file's, such as 20 to try a study. Default: its.",
+        ),
     ] = None
     trust_remote_code: o.TrustRemoteCode = False
     debug: o.Debug = False
@@ -85,7 +90,9 @@ def run(options: RunOptions) -> None:
 @dataclass(kw_only=True)
 class ReportOptions:
     study: Annotated[Path, typer.Argument(metavar="OUT", help="Result folder of a study.")]
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to write. Default: OUT/report.")] = None
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where to write. Default: OUT/report.")
+    ] = None
     debug: o.Debug = False
 
 

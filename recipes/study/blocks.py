@@ -42,10 +42,14 @@ class Blocks:
         """Raise `DataError` unless a model of `config` can read the blocks."""
         length, positions = self.train.shape[1], getattr(config, "max_position_embeddings", None)
         if positions is not None and length > positions:
-            raise DataError(f"blocks of {length} tokens: the model has {positions} positions; use a shorter length")
+            raise DataError(
+                f"blocks of {length} tokens: the model has {positions} positions; use a shorter length"
+            )
         for part in (self.train, self.validation):
             if part.min() < 0 or part.max() >= config.vocab_size:
-                raise DataError(f"token ids must be from 0 to {config.vocab_size - 1}, the model's vocabulary")
+                raise DataError(
+                    f"token ids must be from 0 to {config.vocab_size - 1}, the model's vocabulary"
+                )
 
 
 def prepare_blocks(data: dict[str, Any], source: str, base: str, verbose: bool = False) -> Blocks:
@@ -66,7 +70,13 @@ def prepare_blocks(data: dict[str, Any], source: str, base: str, verbose: bool =
     tokenizer = _load_tokenizer(base)
     splits = []
     for split in (data.get("split", "train"), data.get("validation_split", "validation")):
-        text = load_text(source, split=split, name=data.get("name"), column=data.get("column", "text"), verbose=verbose)
+        text = load_text(
+            source,
+            split=split,
+            name=data.get("name"),
+            column=data.get("column", "text"),
+            verbose=verbose,
+        )
         packed: Any = pack(text, tokenizer, length, verbose=verbose)
         splits.append(torch.tensor(packed["input_ids"], dtype=torch.int32))
     return Blocks(splits[0], spread(splits[1], wanted))
@@ -83,11 +93,21 @@ def read_blocks(path: Path) -> Blocks:
     try:
         tensors = load_file(path)
     except SafetensorError as error:
-        raise DataError(f"blocks {path}: corrupt, or not in safetensors format ({error})") from error
+        raise DataError(
+            f"blocks {path}: corrupt, or not in safetensors format ({error})"
+        ) from error
     for name in ("train", "validation"):
         value = tensors.get(name)
-        if value is None or value.ndim != 2 or value.is_floating_point() or value.shape[0] < 1 or value.shape[1] < 2:
-            raise DataError(f"blocks {path}: {name} must be an integer tensor of blocks by tokens, at least 1 by 2")
+        if (
+            value is None
+            or value.ndim != 2
+            or value.is_floating_point()
+            or value.shape[0] < 1
+            or value.shape[1] < 2
+        ):
+            raise DataError(
+                f"blocks {path}: {name} must be an integer tensor of blocks by tokens, at least 1 by 2"
+            )
     if tensors["train"].shape[1] != tensors["validation"].shape[1]:
         raise DataError(f"blocks {path}: train and validation blocks have different lengths")
     return Blocks(tensors["train"].int(), tensors["validation"].int())
@@ -99,7 +119,9 @@ def spread(blocks: torch.Tensor, count: int) -> torch.Tensor:
     return blocks[[i * len(blocks) // count for i in range(count)]]
 
 
-def to_batches(blocks: torch.Tensor, batch_size: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
+def to_batches(
+    blocks: torch.Tensor, batch_size: int, device: torch.device
+) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": part.long().to(device)} for part in blocks.split(batch_size)]
 
 
@@ -132,10 +154,16 @@ def _load_tokenizer(base: str) -> Any:
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=trusts_remote_code())
+        return transformers.AutoTokenizer.from_pretrained(
+            base, trust_remote_code=trusts_remote_code()
+        )
     except Exception as error:
         code_refused = refused_code(error, base)
         if code_refused is not None:
             raise DataError(f"tokenizer of {base}: {code_refused}") from error
-        hub: HubError | None = None if Path(base).exists() else explain(error, f"tokenizer of {base}")
-        raise hub or DataError(f"tokenizer of {base}: {reason(error)}; use data: {{blocks: FILE}}") from error
+        hub: HubError | None = (
+            None if Path(base).exists() else explain(error, f"tokenizer of {base}")
+        )
+        raise hub or DataError(
+            f"tokenizer of {base}: {reason(error)}; use data: {{blocks: FILE}}"
+        ) from error

@@ -39,7 +39,9 @@ class Judged:
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
-            raise ValueError(f"state {self.state!r} of the claim {self.claim!r} must be one of {', '.join(STATES)}")
+            raise ValueError(
+                f"state {self.state!r} of the claim {self.claim!r} must be one of {', '.join(STATES)}"
+            )
 
     @property
     def ours(self) -> bool:
@@ -59,7 +61,9 @@ def judge(
     """A claim about one number per seed; `expected` and `margin` are those of `answer`."""
     found = interval(numbers, statements)
     state, alone = (answer(one, expected, margin) for one in (found, found.by_itself()))
-    return Judged(claim, paper, found.tell(show), state, why_open(state, alone, found.seeds, statements))
+    return Judged(
+        claim, paper, found.tell(show), state, why_open(state, alone, found.seeds, statements)
+    )
 
 
 def why_open(state: str, alone: str, seeds: int, statements: int) -> str:
@@ -89,7 +93,9 @@ def set_against(state: str, reason: str, elsewhere: str) -> tuple[str, str]:
 
 def claims_table(rows: Iterable[Judged]) -> list[str]:
     """The rows as a Markdown table."""
-    return markdown_table(HEAD, [[row.claim, row.paper, row.here, row.state, row.reason] for row in rows])
+    return markdown_table(
+        HEAD, [[row.claim, row.paper, row.here, row.state, row.reason] for row in rows]
+    )
 
 
 def count_states(states: Iterable[str]) -> dict[str, int]:
@@ -102,4 +108,6 @@ def tell_states(states: Iterable[str]) -> str:
     """`3 agree, 1 disagrees, 2 open, 4 not run`, without those that no row has."""
     verbs = {"agrees": ("agrees", "agree"), "disagrees": ("disagrees", "disagree")}
     counts = {state: count for state, count in count_states(states).items() if count}
-    return ", ".join(f"{count} {verbs.get(state, (state, state))[count > 1]}" for state, count in counts.items())
+    return ", ".join(
+        f"{count} {verbs.get(state, (state, state))[count > 1]}" for state, count in counts.items()
+    )

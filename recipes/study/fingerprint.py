@@ -16,7 +16,9 @@ import hf_depthroute
 PACKAGE, STUDY = Path(hf_depthroute.__file__).parent, Path(__file__).parent
 # Parts of the package and of this folder that no result depends on.
 UNRELATED: tuple[str, ...] = ("cli/", "report/", "bench/", "files/hub.py")
-UNRELATED += tuple(f"study/{name}.py" for name in ("__main__", "claims", "intervals", "results", "table"))
+UNRELATED += tuple(
+    f"study/{name}.py" for name in ("__main__", "claims", "intervals", "results", "table")
+)
 
 _NAMES = {"code": "code of hf_depthroute", "data": "data", "base": "base model"}
 
@@ -38,17 +40,27 @@ CODE = hash_code(PACKAGE, STUDY)  # as it was when this process imported it
 
 def hash_model(model: Any) -> str:
     """A hash of a model's configuration, parameters and buffers."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    config = {
+        k: v
+        for k, v in model.config.to_dict().items()
+        if k not in ("_name_or_path", "transformers_version")
+    }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}\0".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(
+            value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:
     """The versions of the libraries whose numerics matter."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+    }
 
 
 def combine(parts: dict[str, Any]) -> str:
@@ -65,7 +77,9 @@ def explain(before: dict[str, Any], now: dict[str, Any]) -> str:
         if name in _NAMES:
             words.append(f"other {_NAMES[name]}")
         else:
-            words.append(f"other {name} ({', '.join(differences(before.get(name, {}), now[name]))})")
+            words.append(
+                f"other {name} ({', '.join(differences(before.get(name, {}), now[name]))})"
+            )
     return ", ".join(words)
 
 

@@ -123,7 +123,9 @@ class StudyConfig:
     iso_compute: dict[str, str] | None
 
     def spec(self, seed: int) -> RunSpec:
-        return RunSpec(self.name, seed, self.steps, self.adapter, self.training, self.joint, self.iso_compute)
+        return RunSpec(
+            self.name, seed, self.steps, self.adapter, self.training, self.joint, self.iso_compute
+        )
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ class Study:
     training: dict[str, Any]
     configs: list[StudyConfig]
 
-    def specs(self, only: Collection[str] | None = None, seeds: Collection[int] | None = None) -> list[RunSpec]:
+    def specs(
+        self, only: Collection[str] | None = None, seeds: Collection[int] | None = None
+    ) -> list[RunSpec]:
         """The runs of the configs and seeds asked for (default: all), seed by seed.
 
         Raises:
@@ -160,10 +164,14 @@ class Study:
         names = [config.name for config in self.configs]
         for name in only or ():
             if name not in names:
-                raise ConfigError(f"--only {name}: the study has no such config{did_you_mean(name, names)}")
+                raise ConfigError(
+                    f"--only {name}: the study has no such config{did_you_mean(name, names)}"
+                )
         for seed in seeds or ():
             if seed not in self.seeds:
-                raise ConfigError(f"--seeds {seed}: the study's seeds are {', '.join(map(str, self.seeds))}")
+                raise ConfigError(
+                    f"--seeds {seed}: the study's seeds are {', '.join(map(str, self.seeds))}"
+                )
         return [
             config.spec(seed)
             for seed in self.seeds
@@ -194,7 +202,9 @@ def read_study(path: Path, steps: int | None = None) -> Study:
     for key in ("name", "base", "data", "steps", "eval_every", "seeds", "configs"):
         if key not in content:
             raise ConfigError(f"{path}: {key} is missing")
-    check_fields(f"{path}: data", content["data"], BLOCKS if "blocks" in content["data"] else DATASET)
+    check_fields(
+        f"{path}: data", content["data"], BLOCKS if "blocks" in content["data"] else DATASET
+    )
     if not content["data"].keys() & {"blocks", "dataset"}:
         raise ConfigError(f"{path}: data needs a dataset, or blocks")
     for key in ("seeds", "configs"):
@@ -203,14 +213,18 @@ def read_study(path: Path, steps: int | None = None) -> Study:
     if max(content["seeds"]) > MAX_SEED:
         raise ConfigError(f"{path}: seeds={max(content['seeds'])} must be at most {MAX_SEED}")
     if content["steps"] < 2 * content["eval_every"]:
-        raise ConfigError(f"{path}: eval_every={content['eval_every']} must be at most half of steps")
+        raise ConfigError(
+            f"{path}: eval_every={content['eval_every']} must be at most half of steps"
+        )
     factor = 1.0 if steps is None else steps / content["steps"]
     if steps is not None:
         content |= {"steps": steps, "eval_every": min(content["eval_every"], steps // 2)}
     configs = [_read_config(path.parent / name, content, factor) for name in content["configs"]]
     by_name = {config.name: config for config in configs}
     if len(by_name) < len(configs):
-        raise ConfigError(f"{path}: two configs have the same file name, which names them; rename one")
+        raise ConfigError(
+            f"{path}: two configs have the same file name, which names them; rename one"
+        )
     for config in configs:
         for key, other in (config.iso_compute or {}).items():
             where = f"{path}: config {config.name}: {key}={other!r} is"
@@ -241,11 +255,15 @@ def _read_config(path: Path, study: dict[str, Any], factor: float) -> StudyConfi
     content = read_yaml(path)
     check_fields(str(path), content, CONFIG)
     if not _NAME.fullmatch(path.stem):
-        raise ConfigError(f"{path}: the file's name names the config; use letters, digits, '_', '-' and '.'")
+        raise ConfigError(
+            f"{path}: the file's name names the config; use letters, digits, '_', '-' and '.'"
+        )
     iso = content.get("iso_compute")
     if iso is not None:
         if iso.keys() != {"same_time_as", "steps_of"}:
-            raise ConfigError(f"{path}: iso_compute needs same_time_as and steps_of, and nothing else")
+            raise ConfigError(
+                f"{path}: iso_compute needs same_time_as and steps_of, and nothing else"
+            )
         if "steps" in content:
             raise ConfigError(f"{path}: steps does not go with iso_compute, which sets them")
     steps = content.get("steps", study["steps"])
@@ -286,9 +304,13 @@ def check_fields(where: str, content: dict[str, Any], schema: Schema) -> None:
             raise ConfigError(f"{where}: unknown key {key!r}{did_you_mean(str(key), schema)}")
         kind, low = schema[key]
         values = value if isinstance(value, list) else [value]
-        if not _fits(value, kind) or (low is not None and any(not low <= v < 2**32 for v in values)):
+        if not _fits(value, kind) or (
+            low is not None and any(not low <= v < 2**32 for v in values)
+        ):
             bound = "" if low is None else f" of at least {low:g}"
-            raise ConfigError(f"{where}: {key}={value!r} must be {_WORDS[kind]}{bound}{_exponent_hint(value)}")
+            raise ConfigError(
+                f"{where}: {key}={value!r} must be {_WORDS[kind]}{bound}{_exponent_hint(value)}"
+            )
     if "preset" in content:
         try:
             find_preset(content["preset"])
@@ -298,11 +320,15 @@ def check_fields(where: str, content: dict[str, Any], schema: Schema) -> None:
     for part, allowed in (("adapter", ADAPTER_FIELDS), ("training", TRAINING_FIELDS)):
         for key, value in content.get(part, {}).items():
             if key not in allowed:
-                raise ConfigError(f"{where}: {part}: {key!r} cannot be set here{did_you_mean(str(key), allowed)}")
+                raise ConfigError(
+                    f"{where}: {part}: {key!r} cannot be set here{did_you_mean(str(key), allowed)}"
+                )
             # DepthRouteConfig checks its own.
             if part == "training" and not _fits(value, hints[key]):
                 kind = getattr(hints[key], "__name__", str(hints[key]))
-                raise ConfigError(f"{where}: {part}: {key}={value!r} must be {kind}{_exponent_hint(value)}")
+                raise ConfigError(
+                    f"{where}: {part}: {key}={value!r} must be {kind}{_exponent_hint(value)}"
+                )
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -317,7 +343,9 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
     if kind in (int, float):
-        return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+        return isinstance(value, int if kind is int else (int, float)) and not isinstance(
+            value, bool
+        )
     return isinstance(value, kind)
 
 

@@ -54,7 +54,9 @@ class Interval:
             return "no common seed"
         if self.seeds < MIN_SEEDS:
             return f"{show(self.mean)}, only {self.seeds} common seed{'s' * (self.seeds > 1)}"
-        together, alone = (f"{show(low)} to {show(high)}" for low, high in ((self.low, self.high), self.alone))
+        together, alone = (
+            f"{show(low)} to {show(high)}" for low, high in ((self.low, self.high), self.alone)
+        )
         told = together if together == alone else f"{together}; alone {alone}"
         return f"{show(self.mean)} ({told}), {self.seeds} seeds"
 
@@ -62,7 +64,9 @@ class Interval:
 def tell_mean(values: Iterable[float], digits: int = 3, sign: str = "") -> str:
     """`0.123 ± 0.004`: mean and standard error; of a single value, the value."""
     known = list(values)
-    error = f" ± {statistics.stdev(known) / math.sqrt(len(known)):.{digits}f}" if len(known) > 1 else ""
+    error = (
+        f" ± {statistics.stdev(known) / math.sqrt(len(known)):.{digits}f}" if len(known) > 1 else ""
+    )
     return f"{statistics.fmean(known):{sign}.{digits}f}{error}"
 
 
@@ -74,7 +78,9 @@ def interval(numbers: Sequence[float], statements: int = 1) -> Interval:
 
     error = statistics.stdev(numbers) / math.sqrt(len(numbers))
     centre = statistics.fmean(numbers)
-    both = [error * float(student.isf(0.05 / count / 2, len(numbers) - 1)) for count in (statements, 1)]
+    both = [
+        error * float(student.isf(0.05 / count / 2, len(numbers) - 1)) for count in (statements, 1)
+    ]
     (low, high), alone = ((centre - reach, centre + reach) for reach in both)
     return Interval(len(numbers), centre, low, high, alone)
 
@@ -89,7 +95,13 @@ def answer(found: Interval, expected: str, margin: float = 0.0) -> str:
         margin: What counts as equal.
     """
     if expected == "equal":
-        return AGREES if found.inside(-margin, margin) else DISAGREES if found.outside(-margin, margin) else OPEN
+        return (
+            AGREES
+            if found.inside(-margin, margin)
+            else DISAGREES
+            if found.outside(-margin, margin)
+            else OPEN
+        )
     if expected == "not higher":
         return AGREES if found.high <= margin else DISAGREES if found.low > margin else OPEN
     direction = {"lower": -1, "higher": 1}[expected]

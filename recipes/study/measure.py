@@ -39,7 +39,11 @@ def autocast(arguments: DepthRouteTrainingArguments) -> torch.autocast:
 
 
 def measure(
-    model: Any, blocks: Blocks, arguments: DepthRouteTrainingArguments, rule: str, rows: Sequence[dict[str, Any]]
+    model: Any,
+    blocks: Blocks,
+    arguments: DepthRouteTrainingArguments,
+    rule: str,
+    rows: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """The part of `summary.json` that is measured on the trained `PeftModel`, which ends up calibrated.
 
@@ -55,7 +59,9 @@ def measure(
             losses, targets = losses_and_targets(inner, validation)
         compared = to_batches(spread(blocks.validation, AUC_BLOCKS), size, device)
         forked = to_batches(spread(blocks.validation, FORKED_BLOCKS), FORKED_BLOCKS, device)
-        layers = compare_with_oracle(inner, compared, forked, arguments.oracle_window, arguments.oracle_gamma)
+        layers = compare_with_oracle(
+            inner, compared, forked, arguments.oracle_window, arguments.oracle_gamma
+        )
     for index, layer in layers.items():
         means = metrics.tail_means(rows, [f"{name}/layer_{index}" for name in _DIAGNOSTICS])
         layers[index] = {**dict(zip(_DIAGNOSTICS, means.values())), **layer}
@@ -67,7 +73,11 @@ def measure(
             calibrate(inner, to_batches(spread(blocks.train, CALIBRATION_BLOCKS), size, device))
         with count_routes(model) as counter:
             threshold_loss = mean_loss(inner, validation)
-        refresh = refresh_cost(inner, validation[0], arguments.oracle, rounds=3) if arguments.uses_oracle() else None
+        refresh = (
+            refresh_cost(inner, validation[0], arguments.oracle, rounds=3)
+            if arguments.uses_oracle()
+            else None
+        )
     return {
         "layers": {str(index): layer for index, layer in layers.items()},
         "threshold_loss": threshold_loss,
@@ -109,7 +119,14 @@ def compare_with_oracle(
         all_full = utility_labels(model, batch, "all_full", window, gamma)
         for index, parts in collected.items():
             near, far, probs = on_policy[index], all_full[index], trace[index].probs
-            parts.append((probs[near.valid], near.utility[near.valid], probs[far.valid], far.utility[far.valid]))
+            parts.append(
+                (
+                    probs[near.valid],
+                    near.utility[near.valid],
+                    probs[far.valid],
+                    far.utility[far.valid],
+                )
+            )
     biases: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {index: [] for index in collected}
     for batch in forked:
         length = batch["input_ids"].shape[1]
@@ -118,7 +135,9 @@ def compare_with_oracle(
         layer_wide = utility_labels(model, batch, "all_full", window, gamma)
         exact = exact_utility(model, batch, positions, "all_full", window, gamma)
         for index, pairs in biases.items():
-            pairs.append((layer_wide[index].utility[:, positions.to(exact[index].device)], exact[index]))
+            pairs.append(
+                (layer_wide[index].utility[:, positions.to(exact[index].device)], exact[index])
+            )
     result: dict[int, dict[str, Any]] = {}
     for index, values in collected.items():
         probs, utility, probs_ahead, utility_ahead = (torch.cat(parts) for parts in zip(*values))
@@ -133,8 +152,13 @@ def compare_with_oracle(
 def cost_of(model: Any, arguments: DepthRouteTrainingArguments) -> dict[str, float]:
     """Inference and training cost in units of one full FFN on one token, mean over the routed layers."""
     routings = routings_of(model)
-    full, none = (dict.fromkeys((routing.layer_index for routing in routings), share) for share in (1.0, 0.0))
-    gate, cheap = route_cost(model, full_ratio=full).ffn_ratio - 1, route_cost(model, full_ratio=none).ffn_ratio
+    full, none = (
+        dict.fromkeys((routing.layer_index for routing in routings), share) for share in (1.0, 0.0)
+    )
+    gate, cheap = (
+        route_cost(model, full_ratio=full).ffn_ratio - 1,
+        route_cost(model, full_ratio=none).ffn_ratio,
+    )
     training = metrics.training_ffn_ratio(
         layers=len(routings),
         branch=cheap - gate,

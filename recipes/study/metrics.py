@@ -29,7 +29,9 @@ def best_of(evaluations: Evaluations) -> tuple[int, float]:
 
 def first_hits(evaluations: Evaluations, thresholds: Iterable[float]) -> dict[str, int | None]:
     """The first evaluated step whose loss is at or under each threshold, or None, by the threshold as printed."""
-    return {str(t): next((step for step, loss in evaluations if loss <= t), None) for t in thresholds}
+    return {
+        str(t): next((step for step, loss in evaluations if loss <= t), None) for t in thresholds
+    }
 
 
 def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float | None:
@@ -91,7 +93,9 @@ def split_loss(
     """Mean loss over frequent and over rare target tokens; `losses` and `targets` are `[N]`. None without a token."""
     is_frequent = frequent[targets.cpu()]
     values = losses.double().cpu()
-    means = [float(values[keep].mean()) if keep.any() else None for keep in (is_frequent, ~is_frequent)]
+    means = [
+        float(values[keep].mean()) if keep.any() else None for keep in (is_frequent, ~is_frequent)
+    ]
     return means[0], means[1]
 
 
@@ -139,6 +143,8 @@ def training_ffn_ratio(
     step = 1 + branch + gate
     later = layers - 1  # per layer, half of them on average
     follow = budget + (1 - budget) * branch + gate
-    refresh = {"none": 0.0, "all_full": 1 + branch + later / 2, "on_policy": step + later * follow}[oracle]
+    refresh = {"none": 0.0, "all_full": 1 + branch + later / 2, "on_policy": step + later * follow}[
+        oracle
+    ]
     supervision = 0.0 if cgs_interval is None else (step + later * follow / layers) / cgs_interval
     return step + refresh / oracle_interval + supervision + float(distilled) + targets

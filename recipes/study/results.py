@@ -73,7 +73,10 @@ class StudyRuns:
 
     def missing(self) -> dict[str, list[int]]:
         """Seeds without a finished run, per config that has such seeds."""
-        absent = {name: [seed for seed in self.seeds if seed not in self.runs.get(name, {})] for name in self.names}
+        absent = {
+            name: [seed for seed in self.seeds if seed not in self.runs.get(name, {})]
+            for name in self.names
+        }
         return {name: seeds for name, seeds in absent.items() if seeds}
 
 
@@ -84,7 +87,9 @@ def read_results(folder: Path) -> StudyRuns:
         ResultsError: It is no such folder, it holds no finished run, or one of its files is broken.
     """
     if not folder.is_dir():
-        raise ResultsError(f"{folder}: {'is a file, not a folder' if folder.exists() else 'no such folder'}")
+        raise ResultsError(
+            f"{folder}: {'is a file, not a folder' if folder.exists() else 'no such folder'}"
+        )
     if not any(folder.iterdir()):
         raise ResultsError(f"{folder}: the folder is empty; give the --out folder of a study")
     path = folder / "results.json"
@@ -93,10 +98,14 @@ def read_results(folder: Path) -> StudyRuns:
     elif (folder / "study.json").is_file():
         path, study = folder, _from_folder(folder)
     else:
-        raise ResultsError(f"{folder}: no study folder, it has no study.json; give the --out of a study")
+        raise ResultsError(
+            f"{folder}: no study folder, it has no study.json; give the --out of a study"
+        )
     if not study.runs:
         total = len(study.names) * len(study.seeds)
-        raise ResultsError(f"{path}: none of the {total} runs is finished; finish one with `python recipes/study run`")
+        raise ResultsError(
+            f"{path}: none of the {total} runs is finished; finish one with `python recipes/study run`"
+        )
     return study
 
 
@@ -105,7 +114,16 @@ def dump_results(study: StudyRuns) -> str:
     lines = ["{", f' "format": {json.dumps(FORMAT)},', f' "study": {_dump(study.info)},']
     lines += [f' "unfinished": {_dump(study.unfinished)},', ' "runs": [']
     entries = [
-        " " + _dump({"config": name, "seed": seed, "summary": r.summary, "eval": r.eval, "training": r.training})
+        " "
+        + _dump(
+            {
+                "config": name,
+                "seed": seed,
+                "summary": r.summary,
+                "eval": r.eval,
+                "training": r.training,
+            }
+        )
         for name in study.names
         for seed, r in study.runs.get(name, {}).items()
     ]
@@ -126,13 +144,17 @@ def _from_folder(folder: Path) -> StudyRuns:
     info = _check_info(folder / "study.json", _clean(_load(folder / "study.json")))
     runs: dict[str, dict[int, Run]] = {}
     unfinished: dict[str, dict[int, int]] = {}
-    for name, seed in itertools.product([config["name"] for config in info["configs"]], info["seeds"]):
+    for name, seed in itertools.product(
+        [config["name"] for config in info["configs"]], info["seeds"]
+    ):
         place = folder / "runs" / name / str(seed)
         if (place / "summary.json").is_file():
             runs.setdefault(name, {})[seed] = _read_run(place)
         elif (place / "metrics.jsonl").is_file():
             rows = _load_lines(place / "metrics.jsonl", complete=False)
-            unfinished.setdefault(name, {})[seed] = int(number(rows[-1].get("step")) or 0) if rows else 0
+            unfinished.setdefault(name, {})[seed] = (
+                int(number(rows[-1].get("step")) or 0) if rows else 0
+            )
     return StudyRuns(info, runs, unfinished)
 
 
@@ -151,7 +173,9 @@ def _from_results(path: Path) -> StudyRuns:
             for name, steps in _mapping(loaded.get("unfinished") or {}).items()
         }
     except (KeyError, TypeError, ValueError) as error:
-        raise ResultsError(f"{path}: a run without {error}; write it again from the result folder") from error
+        raise ResultsError(
+            f"{path}: a run without {error}; write it again from the result folder"
+        ) from error
     return StudyRuns(info, runs, unfinished)
 
 
@@ -171,7 +195,11 @@ def _check_info(path: Path, info: Any) -> Mapping[str, Any]:
         raise ResultsError(f"{path}: must describe a study, not be a {type(info).__name__}")
     for key, kind, wanted in (("configs", dict, "configs"), ("seeds", int, "seeds, whole numbers")):
         listed = info.get(key)
-        if not isinstance(listed, list) or not listed or any(type(value) is not kind for value in listed):
+        if (
+            not isinstance(listed, list)
+            or not listed
+            or any(type(value) is not kind for value in listed)
+        ):
             raise ResultsError(f"{path}: '{key}' must list the study's {wanted}")
     names = [config.get("name") for config in info["configs"]]
     for name in names:
@@ -188,9 +216,13 @@ def _check_info(path: Path, info: Any) -> Mapping[str, Any]:
 def _read_run(folder: Path) -> Run:
     summary = _load(folder / "summary.json")
     if not isinstance(summary, dict):
-        raise ResultsError(f"{folder / 'summary.json'}: must be a mapping, not a {type(summary).__name__}")
+        raise ResultsError(
+            f"{folder / 'summary.json'}: must be a mapping, not a {type(summary).__name__}"
+        )
     curve = _load_lines(folder / "eval.jsonl")
-    losses = {key: [_round(row.get(key), _SUMMARY_DIGITS) for row in curve] for key in ("step", "lm_loss")}
+    losses = {
+        key: [_round(row.get(key), _SUMMARY_DIGITS) for row in curve] for key in ("step", "lm_loss")
+    }
     return Run(_clean(summary), losses, _windows(_load_lines(folder / "metrics.jsonl")))
 
 
@@ -241,16 +273,24 @@ def _load_lines(path: Path, complete: bool = True) -> list[dict[str, Any]]:
             raise _broken(path, error, index) from error
     for index, row in rows.items():
         if not isinstance(row, dict):
-            raise ResultsError(f"{path}: line {index} must be a mapping, not a {type(row).__name__}")
+            raise ResultsError(
+                f"{path}: line {index} must be a mapping, not a {type(row).__name__}"
+            )
     return list(rows.values())
 
 
 def _broken(path: Path, error: Exception, line: int) -> ResultsError:
     if isinstance(error, (OSError, UnicodeDecodeError)):
-        return ResultsError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}")
+        return ResultsError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}"
+        )
     message = getattr(error, "msg", None) or "cannot be parsed"
-    return ResultsError(f"{path}: broken JSON, line {line}: {message}; remove the file to run it again")
+    return ResultsError(
+        f"{path}: broken JSON, line {line}: {message}; remove the file to run it again"
+    )
 
 
 def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=dict)
+    return json.dumps(
+        value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=dict
+    )

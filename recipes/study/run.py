@@ -161,7 +161,9 @@ def train_run(start: Start, spec: RunSpec) -> dict[str, Any]:
         trainer = DepthRouteTrainer(
             model=model,
             args=arguments,
-            train_dataset=OrderedBlocks(blocks.train, draw_order(len(blocks.train), wanted, spec.seed)),
+            train_dataset=OrderedBlocks(
+                blocks.train, draw_order(len(blocks.train), wanted, spec.seed)
+            ),
             data_collator=transformers.default_data_collator,
             callbacks=[recorder],
         )
@@ -217,7 +219,9 @@ class Recorder(Lines, TrainerCallback):
     def open(self) -> Iterator[None]:
         """Keep the two files open, to be read line by line while the run goes on."""
         paths = self.folder / "metrics.jsonl", self.folder / "eval.jsonl"
-        self._metrics, self._evals = (path.open("w", buffering=1, encoding="utf-8") for path in paths)
+        self._metrics, self._evals = (
+            path.open("w", buffering=1, encoding="utf-8") for path in paths
+        )
         with self._metrics, self._evals:
             yield
         for path in paths:  # before summary.json says that the run is complete

@@ -41,17 +41,42 @@ from .blocks import prepare_blocks, read_blocks, to_batches
 from .fingerprint import CODE, combine, explain, hash_model, versions
 from .grid import RunSpec, Study
 from .measure import autocast
-from .run import RunError, Start, StudyError, device_type, is_finished, load_base, read_json, run_folder, train_run
+from .run import (
+    RunError,
+    Start,
+    StudyError,
+    device_type,
+    is_finished,
+    load_base,
+    read_json,
+    run_folder,
+    train_run,
+)
 from .step_ratio import in_equal_time
 
 ENGINES = ("processes", "ray")
 # As study.json has them.
 _DESCRIBED = ("name", "margin", "thresholds", "steps", "eval_every", "batch_size", "seeds")
 # What all runs share: under other settings, a finished run is worth nothing.
-_SETTINGS = ("steps", "batch_size", "eval_every", "thresholds", "margin", "adapter", "training", "data")
+_SETTINGS = (
+    "steps",
+    "batch_size",
+    "eval_every",
+    "thresholds",
+    "margin",
+    "adapter",
+    "training",
+    "data",
+)
 FAILED = "failed.json"  # in the folder of a run that ended in an exception
 _PATIENCE = 60.0  # seconds that a start waits for the processes of a killed one to end
-_OWN = (".lock", ".workers", "blocks.safetensors", ".blocks.safetensors.partial", ".study.json.partial")
+_OWN = (
+    ".lock",
+    ".workers",
+    "blocks.safetensors",
+    ".blocks.safetensors.partial",
+    ".study.json.partial",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +128,9 @@ def run_study(
         with locked(out / ".workers", going, _PATIENCE):
             pass
         say(f"{study.name}: reading the data and measuring the dense base", sys.stderr)
-        start = _prepare(study, out, jobs, engine, debug, tuple(run_folder(out, spec) for spec in specs))
+        start = _prepare(
+            study, out, jobs, engine, debug, tuple(run_folder(out, spec) for spec in specs)
+        )
         for spec in specs:
             # What was made otherwise is refused before times are measured.
             is_finished(out, spec, start.fingerprint)
@@ -126,12 +153,16 @@ def _check_installed(engine: str) -> None:
         raise StudyError(f"--engine {engine}: use one of: {', '.join(ENGINES)}")
     for module, package in (("joblib", "joblib"), ("sklearn", "scikit-learn")):
         if importlib.util.find_spec(module) is None:
-            raise StudyError(f"{package} is not installed: pip install joblib scikit-learn adjustText")
+            raise StudyError(
+                f"{package} is not installed: pip install joblib scikit-learn adjustText"
+            )
     if engine == "ray" and importlib.util.find_spec("ray") is None:
         raise StudyError("--engine ray: ray is not installed: pip install ray")
 
 
-def _prepare(study: Study, out: Path, jobs: int, engine: str, debug: bool, selected: tuple[Path, ...]) -> Start:
+def _prepare(
+    study: Study, out: Path, jobs: int, engine: str, debug: bool, selected: tuple[Path, ...]
+) -> Start:
     """Check everything that all runs share against an earlier start, and write the blocks and `study.json`."""
     import joblib
 
@@ -165,7 +196,11 @@ def _prepare(study: Study, out: Path, jobs: int, engine: str, debug: bool, selec
         raise StudyError(f"--out {out}: its runs were made with {other}; pass another --out")
 
     if before:
-        machine, dense_loss, created = before["machine"], before["base"]["dense_loss"], before["created"]
+        machine, dense_loss, created = (
+            before["machine"],
+            before["base"]["dense_loss"],
+            before["created"],
+        )
         # Those of the first start: results depend on them.
         torch.set_num_threads(machine["threads"])
     else:
@@ -175,7 +210,9 @@ def _prepare(study: Study, out: Path, jobs: int, engine: str, debug: bool, selec
         dense = RunSpec("dense", 0, study.steps, study.adapter, study.training)
         arguments = dense.training_arguments(study.batch_size, study.folder)
         with autocast(arguments):
-            dense_loss = mean_loss(model, to_batches(blocks.validation, study.batch_size, arguments.device))
+            dense_loss = mean_loss(
+                model, to_batches(blocks.validation, study.batch_size, arguments.device)
+            )
         created = datetime.datetime.now().astimezone().isoformat("T", "seconds")
     if not stored.exists():
         write_bytes(stored, blocks.to_bytes())
@@ -191,16 +228,24 @@ def _prepare(study: Study, out: Path, jobs: int, engine: str, debug: bool, selec
         "length": blocks.train.shape[1],
         "configs": [dataclasses.asdict(config) for config in study.configs],
         "base": {"name": study.base, **size, "dense_loss": dense_loss},
-        "data": {**study.data, "tokens": blocks.train.numel(), "validation_tokens": blocks.validation.numel()},
+        "data": {
+            **study.data,
+            "tokens": blocks.train.numel(),
+            "validation_tokens": blocks.validation.numel(),
+        },
         "versions": versions(),
         "machine": machine,
         "parts": parts,
     }
     write_json(out / "study.json", described)
-    return Start(study, out, base, combine(parts), dense_loss, machine["threads"], selected, engine, debug)
+    return Start(
+        study, out, base, combine(parts), dense_loss, machine["threads"], selected, engine, debug
+    )
 
 
-def _run_all(specs: Sequence[RunSpec], start: Start, jobs: int, failures: dict[str, Failure]) -> None:
+def _run_all(
+    specs: Sequence[RunSpec], start: Start, jobs: int, failures: dict[str, Failure]
+) -> None:
     """Execute runs until each is complete or has failed. The folder says which: workers may die without a word."""
     import joblib
 
@@ -220,10 +265,14 @@ def _run_all(specs: Sequence[RunSpec], start: Start, jobs: int, failures: dict[s
             if not folder.exists():
                 unstarted.append(spec)
             elif not (folder / "summary.json").exists():
-                known = read_json(folder / FAILED) or {"reason": "its process died; is there enough memory?"}
+                known = read_json(folder / FAILED) or {
+                    "reason": "its process died; is there enough memory?"
+                }
                 failures[spec.name] = Failure(**known)
         if len(unstarted) == len(left):
-            raise ended or StudyError(f"--engine {start.engine}: it ended without having started a run")
+            raise ended or StudyError(
+                f"--engine {start.engine}: it ended without having started a run"
+            )
         left = unstarted
 
 
@@ -241,7 +290,9 @@ def _execute(start: Start, spec: RunSpec) -> None:
         began = time.monotonic()
         try:
             if start.code != CODE:
-                raise RunError("the code of hf_depthroute was changed after the study was started; start it again")
+                raise RunError(
+                    "the code of hf_depthroute was changed after the study was started; start it again"
+                )
             if start.device != device_type():
                 raise RunError(f"this process runs on {device_type()}, the study on {start.device}")
             with trust_remote_code() if start.trust else nullcontext():
@@ -290,4 +341,6 @@ def _engine(name: str, jobs: int) -> Any:
     here = {"py_modules": [str(Path(__file__).parent)]}  # the cluster has `hf_depthroute` only
     ray.init(ignore_reinit_error=True, logging_level="ERROR", runtime_env=here)
     gpus = min(1.0, torch.cuda.device_count() / jobs)
-    return joblib.parallel_config(backend="ray", ray_remote_args={"num_gpus": gpus} if gpus else None)
+    return joblib.parallel_config(
+        backend="ray", ray_remote_args={"num_gpus": gpus} if gpus else None
+    )

@@ -60,7 +60,11 @@ def in_equal_time(start: Start, spec: RunSpec) -> RunSpec:
         return spec
     study = start.study
     timed, counted = (
-        next(config.spec(study.seeds[0]) for config in study.configs if config.name == spec.iso_compute[key])
+        next(
+            config.spec(study.seeds[0])
+            for config in study.configs
+            if config.name == spec.iso_compute[key]
+        )
         for key in ("same_time_as", "steps_of")
     )
     assert timed.steps is not None
@@ -71,7 +75,9 @@ def in_equal_time(start: Start, spec: RunSpec) -> RunSpec:
         measured = step_ratio(start, read_blocks(start.out / "blocks.safetensors"), timed, counted)
         known[name] = measured | {"specs": trained}
         write_json(file, known)
-        say(f"{study.name}: a step of {timed.config} takes {known[name]['ratio']:.3f} of one of {counted.config}")
+        say(
+            f"{study.name}: a step of {timed.config} takes {known[name]['ratio']:.3f} of one of {counted.config}"
+        )
     return dataclasses.replace(spec, steps=max(1, round(timed.steps * known[name]["ratio"])))
 
 
@@ -93,7 +99,9 @@ def step_ratio(start: Start, blocks: Blocks, spec: RunSpec, other: RunSpec) -> d
     models = [_model(start, one) for one in (spec, other)]
     ratios = []
     for _ in range(ROUNDS + 1):
-        mine, base = (_seconds(start, blocks, one, model) for one, model in zip((spec, other), models))
+        mine, base = (
+            _seconds(start, blocks, one, model) for one, model in zip((spec, other), models)
+        )
         ratios.append(mine / base)
     quartiles = statistics.quantiles(ratios[1:], n=4)
     return {
@@ -114,7 +122,9 @@ def _seconds(start: Start, blocks: Blocks, spec: RunSpec, model: Any) -> float:
     assert spec.steps is not None
     arguments = spec.training_arguments(start.study.batch_size, Path(tempfile.gettempdir()))
     shares = {name: round(STEPS * getattr(arguments, name) / spec.steps) for name in WARM_UPS}
-    short = dataclasses.replace(spec, steps=STEPS, training={**spec.training, **shares, "warmup_steps": 0})
+    short = dataclasses.replace(
+        spec, steps=STEPS, training={**spec.training, **shares, "warmup_steps": 0}
+    )
     arguments = short.training_arguments(start.study.batch_size, Path(tempfile.gettempdir()))
     wanted = STEPS * start.study.batch_size * arguments.gradient_accumulation_steps
     watch = Stopwatch()

@@ -14,7 +14,12 @@ from hf_depthroute.files.staged import write_files
 
 from .results import StudyRuns, dump_results, number, read_results
 
-LOSSES = {"best": "best", "avg_first_half": "avg first half", "avg_whole": "avg whole", "endpoint": "endpoint"}
+LOSSES = {
+    "best": "best",
+    "avg_first_half": "avg first half",
+    "avg_whole": "avg whole",
+    "endpoint": "endpoint",
+}
 _SUFFIXES = {"mean": "", "std": "std", "sem": "se"}  # of the columns of `summarize`
 _LEGEND = (
     "Validation losses in nats, under the training rule: mean ± standard error over the seeds. avg first "
@@ -64,10 +69,17 @@ def summarize(study: StudyRuns) -> pd.DataFrame:
     found = [(name, run) for name in study.names for run in study.runs.get(name, {}).values()]
     names = pd.Series([name for name, _ in found], name="config")
     frame = pd.json_normalize([dict(run.summary) for _, run in found], sep="/")
-    frame = frame.drop(columns=["config", "seed", "seeds", "tokens"], errors="ignore").map(number).astype(float)
+    frame = (
+        frame.drop(columns=["config", "seed", "seeds", "tokens"], errors="ignore")
+        .map(number)
+        .astype(float)
+    )
     batch, length = (number(study.info.get(key)) or math.nan for key in ("batch_size", "length"))
     trainings = names.map(lambda name: study.config(name).get("training"))
-    accumulated = [number(t.get("gradient_accumulation_steps")) if isinstance(t, dict) else None for t in trainings]
+    accumulated = [
+        number(t.get("gradient_accumulation_steps")) if isinstance(t, dict) else None
+        for t in trainings
+    ]
     tokens = [batch * length * (steps or 1.0) for steps in accumulated]
     frame.insert(0, "tokens", frame.get("steps", math.nan) * pd.Series(tokens))
     runs = frame.dropna(axis="columns", how="all").groupby(names, sort=False)
@@ -115,7 +127,10 @@ def study_facts(study: StudyRuns) -> list[tuple[str, str]]:
         ("Data", _listed(data)),
         ("Scale", ", ".join(scale)),
         ("Seeds", ", ".join(map(str, study.seeds))),
-        ("Runs", f"{finished} of {len(study.names) * len(study.seeds)} finished, {len(study.names)} configs"),
+        (
+            "Runs",
+            f"{finished} of {len(study.names) * len(study.seeds)} finished, {len(study.names)} configs",
+        ),
         ("Margin", f"{info['margin']:g}"),
         ("Thresholds", ", ".join(f"{threshold:g}" for threshold in info["thresholds"])),
         ("Machine", _listed(machine)),
@@ -129,7 +144,9 @@ def _listed(values: Any) -> str:
     if not isinstance(values, dict):
         return ""
     return ", ".join(
-        f"{str(key).replace('_', ' ')} {_plain(value)}" for key, value in values.items() if value is not None
+        f"{str(key).replace('_', ' ')} {_plain(value)}"
+        for key, value in values.items()
+        if value is not None
     )
 
 
@@ -149,8 +166,12 @@ def study_notes(study: StudyRuns, rest: str = "means") -> list[str]:
     if missing:
         alike: dict[str, list[str]] = {}  # configs that miss the same seeds
         for name, seeds in missing.items():
-            steps = {seed: f" (at step {step})" for seed, step in study.unfinished.get(name, {}).items()}
-            alike.setdefault(", ".join(f"{seed}{steps.get(seed, '')}" for seed in seeds), []).append(name)
+            steps = {
+                seed: f" (at step {step})" for seed, step in study.unfinished.get(name, {}).items()
+            }
+            alike.setdefault(
+                ", ".join(f"{seed}{steps.get(seed, '')}" for seed in seeds), []
+            ).append(name)
         told = "; ".join(f"{', '.join(names)}: {seeds}" for seeds, names in alike.items())
         notes.append(f"{count_missing(study)}; {rest} rest on the others. Missing seeds: {told}.")
     diverged = [
@@ -165,10 +186,13 @@ def study_notes(study: StudyRuns, rest: str = "means") -> list[str]:
     others = sorted(
         name
         for name, runs in study.runs.items()
-        if known[1] is not None and any(run.summary.get("fingerprint") not in known for run in runs.values())
+        if known[1] is not None
+        and any(run.summary.get("fingerprint") not in known for run in runs.values())
     )
     if others:
-        notes.append(f"Runs of another study, by their fingerprint: {', '.join(others)}. Do not compare them.")
+        notes.append(
+            f"Runs of another study, by their fingerprint: {', '.join(others)}. Do not compare them."
+        )
     return notes
 
 

@@ -55,20 +55,26 @@ def exact_utility(
 
     def place(path_BTd: torch.Tensor, trunk_BTd: torch.Tensor) -> torch.Tensor:
         # [S, 1, T, 1]
-        here = F.one_hot(positions.to(trunk_BTd.device), trunk_BTd.shape[1]).bool()[:, None, :, None]
+        here = F.one_hot(positions.to(trunk_BTd.device), trunk_BTd.shape[1]).bool()[
+            :, None, :, None
+        ]
         return torch.where(here, path_BTd, trunk_BTd)
 
     with _observed(model, batch) as (prefix, labels_BT):
         differences, _ = differences_of(prefix, labels_BT, kind, window, gamma, place)
     result = {}
     for index, difference_SBT in differences.items():
-        at = positions.to(difference_SBT.device)[:, None, None].expand(-1, difference_SBT.shape[1], 1)
+        at = positions.to(difference_SBT.device)[:, None, None].expand(
+            -1, difference_SBT.shape[1], 1
+        )
         result[index] = difference_SBT.gather(-1, at)[..., 0].T.contiguous()
     return result
 
 
 @contextmanager
-def _observed(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Iterator[tuple[Prefix, torch.Tensor]]:
+def _observed(
+    model: nn.Module, batch: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[Prefix, torch.Tensor]]:
     """The prefix of a forward pass over `batch`, and its labels."""
     with observe_prefix(model) as prefix:
         with torch.no_grad():

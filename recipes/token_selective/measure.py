@@ -40,7 +40,9 @@ def saved(active: float, layers: int) -> float:
 
 
 @torch.no_grad()
-def hard_loss(model: Any, tokens: torch.Tensor, batch: int, first: int) -> tuple[float, dict[int, float]]:
+def hard_loss(
+    model: Any, tokens: torch.Tensor, batch: int, first: int
+) -> tuple[float, dict[int, float]]:
     """Loss of real inference over `tokens` `[N, T + 1]`, and the share of tokens that ran full in each routed layer."""
     total = 0.0
     with count_routes(model) as counter:
@@ -75,7 +77,11 @@ def measure(model: Any, run: dict[str, Any], task: Task, judge: Any) -> dict[str
         share = statistics.mean(shares.values())
         result |= {"alpha": alpha, "saved": saved(alpha, run["layers"])}
         result |= where_depth_goes(model, task, run["batch"], judge)
-        result |= {"hard_loss": hard, "hard_share": share, "hard_saved": saved(share, run["layers"])}
+        result |= {
+            "hard_loss": hard,
+            "hard_share": share,
+            "hard_saved": saved(share, run["layers"]),
+        }
         result |= {"hard_share_by_layer": shares}
     if run["task"] != "shakespeare":
         result["accuracy"] = accuracy(model, task, "soft" if run["method"] == "tsa" else None)
@@ -102,8 +108,12 @@ def where_depth_goes(model: Any, task: Task, batch: int, judge: Any) -> dict[str
     found: dict[str, Any] = {"alpha_by_layer": probs.mean((1, 2)).tolist()}
     if task.characters:
         kind = kinds(task.validation[:, :-1], task.characters)
-        found["alpha_by_kind"] = {name: probs[:, kind == i].mean(1).tolist() for i, name in enumerate(KINDS)}
-        found["share_of_kind"] = {name: float((kind == i).float().mean()) for i, name in enumerate(KINDS)}
+        found["alpha_by_kind"] = {
+            name: probs[:, kind == i].mean(1).tolist() for i, name in enumerate(KINDS)
+        }
+        found["share_of_kind"] = {
+            name: float((kind == i).float().mean()) for i, name in enumerate(KINDS)
+        }
         entropy = torch.cat(entropy_NT)
         quarter = torch.bucketize(entropy, entropy.quantile(entropy.new_tensor([0.25, 0.5, 0.75])))
         found["alpha_by_difficulty"] = [probs[:, quarter == i].mean(1).tolist() for i in range(4)]
@@ -133,7 +143,9 @@ def point(model: Any, tokens: torch.Tensor, batch: int, threshold: float) -> dic
     return {"threshold": threshold, "share": statistics.mean(shares.values()), "loss": loss}
 
 
-def compare(dense: Any, exits: Any, tsa: Any, task: Task, batch: int, shares: list[float]) -> dict[str, Any]:
+def compare(
+    dense: Any, exits: Any, tsa: Any, task: Task, batch: int, shares: list[float]
+) -> dict[str, Any]:
     """Hard loss over the share of tokens run full: early exit by confidence, and the halting router by its score.
 
     Everything on every sixth block of the validation text, with the dense and the soft loss on the same blocks.
@@ -141,8 +153,12 @@ def compare(dense: Any, exits: Any, tsa: Any, task: Task, batch: int, shares: li
     length = task.validation.shape[1]
     text = task.train[: 32 * length].view(32, length)
     sixth = replace(task, validation=task.validation[::6])
-    equal = [point(exits, sixth.validation, batch, threshold_for(exits, text, share)) for share in shares]
-    by_confidence = [point(exits, sixth.validation, batch, -confidence) for confidence in CONFIDENCES]
+    equal = [
+        point(exits, sixth.validation, batch, threshold_for(exits, text, share)) for share in shares
+    ]
+    by_confidence = [
+        point(exits, sixth.validation, batch, -confidence) for confidence in CONFIDENCES
+    ]
     by_threshold = [point(tsa, sixth.validation, batch, threshold) for threshold in THRESHOLDS]
     soft, alpha = soft_loss(tsa, sixth, batch)
     return {
@@ -157,11 +173,15 @@ def compare(dense: Any, exits: Any, tsa: Any, task: Task, batch: int, shares: li
 @torch.no_grad()
 def times(variants: dict[str, Callable[[], Any]], rounds: int = 15) -> dict[str, float]:
     """Median over interleaved rounds of each variant's time over that of `dense` in the same round."""
-    samples = interleave({name: lambda run=run: seconds_of(run, DEVICE) for name, run in variants.items()}, rounds)
+    samples = interleave(
+        {name: lambda run=run: seconds_of(run, DEVICE) for name, run in variants.items()}, rounds
+    )
     return {name: samples.ratio(name, "dense").rounded()[0] for name in variants}
 
 
-def time_over_dense(dense: Any, tsa: Any, task: Task, points: list[dict[str, float]]) -> dict[str, Any]:
+def time_over_dense(
+    dense: Any, tsa: Any, task: Task, points: list[dict[str, float]]
+) -> dict[str, Any]:
     """Time of a forward pass over 64 blocks: soft, and hard at the thresholds of `points`, the first of them 0."""
     tokens = task.validation[:64, :-1]
 
@@ -173,7 +193,10 @@ def time_over_dense(dense: Any, tsa: Any, task: Task, points: list[dict[str, flo
         with use_selection(tsa, "soft"):
             tsa(input_ids=tokens)
 
-    variants: dict[str, Callable[[], Any]] = {"dense": lambda: dense(input_ids=tokens), "soft": soft}
+    variants: dict[str, Callable[[], Any]] = {
+        "dense": lambda: dense(input_ids=tokens),
+        "soft": soft,
+    }
     for row in points:
         name = f"{row['share']:.2f}" if row["threshold"] else "hard"
         variants[name] = lambda threshold=row["threshold"]: at(threshold)
@@ -187,7 +210,9 @@ def load(out: Path, name: str, runs: dict[str, dict[str, Any]], task: Task) -> A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("study", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--text", type=Path, default=TEXT)
@@ -209,18 +234,26 @@ def main() -> None:
         judge = next(
             other
             for other, dense in runs.items()
-            if dense["method"] == "dense" and (dense["task"], dense["seed"]) == (run["task"], run["seed"])
+            if dense["method"] == "dense"
+            and (dense["task"], dense["seed"]) == (run["task"], run["seed"])
         )
-        return measure(load(args.out, name, runs, task), run, task, load(args.out, judge, runs, task))
+        return measure(
+            load(args.out, name, runs, task), run, task, load(args.out, judge, runs, task)
+        )
 
     def compare_seed(seed: str) -> None:
         task = load_task("shakespeare", args.text, runs["tsa"]["length"], DEVICE)
         dense, tsa = (load(args.out, name + seed, runs, task) for name in ("dense", "tsa"))
         figures = json.loads((args.out / f"tsa{seed}.measured.json").read_text())
-        config = DepthRouteConfig(gate="exit", target="block", branch="none", layers=[*range(1, runs["tsa"]["layers"])])
+        config = DepthRouteConfig(
+            gate="exit", target="block", branch="none", layers=[*range(1, runs["tsa"]["layers"])]
+        )
         exits = get_depth_routed_model(load(args.out, f"exit{seed}", runs, task), config).eval()
         shares = [figures["alpha"], figures["hard_share"]]
-        keep(f"exit_sweep{seed}", lambda: compare(dense, exits, tsa, task, runs["tsa"]["batch"], shares))
+        keep(
+            f"exit_sweep{seed}",
+            lambda: compare(dense, exits, tsa, task, runs["tsa"]["batch"], shares),
+        )
         sweep = json.loads((args.out / f"exit_sweep{seed}.measured.json").read_text())
         keep(f"time{seed}", lambda: time_over_dense(dense, tsa, task, sweep["tsa_by_threshold"]))
 

@@ -16,11 +16,16 @@ def study() -> Study:
     for name, label in selective_report.KINDS.items():
         paper = selective_report.PAPER["shakespeare" if name == "tsa" else name]
         over = f"{100 * paper['loss_over_dense']:+.1f} %"
-        alpha, most = (f"{paper['alpha']:.3f}", over) if "alpha" in paper else ("", f"less than {over}")
+        alpha, most = (
+            (f"{paper['alpha']:.3f}", over) if "alpha" in paper else ("", f"less than {over}")
+        )
         rows += [
             [f"paper, {label}", alpha, f"{100 * paper['saved']:.1f} %", most],
             [f"soft, {label}", *selective_report.costs(result, name)],
-            [f"tokens below 1/2 really skip, {label}", *selective_report.costs(result, name, hard=True)],
+            [
+                f"tokens below 1/2 really skip, {label}",
+                *selective_report.costs(result, name, hard=True),
+            ],
         ]
     brief = (
         f"operations saved, and loss over dense: {rows[1][2]} at {rows[1][3]} counted on soft scaling, where nothing "

@@ -134,7 +134,10 @@ def main_table(results: dict[str, Any]) -> str:
     }
 
     def losses(runs: list[Run], loss: Callable[[Run], float]) -> list[str]:
-        return [tell_mean([loss(run) for run in runs], 4), tell_mean([loss(run) / math.log(2) for run in runs])]
+        return [
+            tell_mean([loss(run) for run in runs], 4),
+            tell_mean([loss(run) / math.log(2) for run in runs]),
+        ]
 
     # On the way a part of the text may have been evaluated only, which is easier or harder than all of it.
     whole = all(run["curve"][-1]["loss"] == round(run["loss"], 5) for run in dense)
@@ -145,12 +148,34 @@ def main_table(results: dict[str, Any]) -> str:
             continue
         runs = seeds_of(results, name)
         active, kept, over = costs(results, name)
-        least = [tell_mean([lowest(run) for run in runs], 4), tell_percent(relative(results, name, lowest), "+")]
+        least = [
+            tell_mean([lowest(run) for run in runs], 4),
+            tell_percent(relative(results, name, lowest), "+"),
+        ]
         rows.append(
-            [f"{label}, soft", active, kept, *losses(runs, final), over, *(least if whole else ["", ""]), said[name]]
+            [
+                f"{label}, soft",
+                active,
+                kept,
+                *losses(runs, final),
+                over,
+                *(least if whole else ["", ""]),
+                said[name],
+            ]
         )
         active, kept, over = costs(results, name, hard=True)
-        rows.append([f"{label}, hard", active, kept, *losses(runs, final_hard), over, "", "", "no loss reported"])
+        rows.append(
+            [
+                f"{label}, hard",
+                active,
+                kept,
+                *losses(runs, final_hard),
+                over,
+                "",
+                "",
+                "no loss reported",
+            ]
+        )
     head = [
         "", "active share", "operations saved", "loss at the end", "bits per character", "over dense", "lowest loss",
         "over dense", "paper",
@@ -174,7 +199,8 @@ def exit_table(results: dict[str, Any]) -> str:
         points = [found(sweep) for sweep in sweeps]
         over = [point["loss"] / sweep["dense"] - 1 for point, sweep in zip(points, sweeps)]
         share, loss = (
-            tell_mean([point[key] for point in points], digits) for key, digits in (("share", 3), ("loss", 4))
+            tell_mean([point[key] for point in points], digits)
+            for key, digits in (("share", 3), ("loss", 4))
         )
         rows.append([name, share, loss, tell_percent(over, "+")])
     return table(["", "active share", "loss at the end", "over dense"], rows)
@@ -186,16 +212,24 @@ def kind_table(results: dict[str, Any], name: str) -> str:
     layers = range(len(tsa[0]["alpha_by_layer"]))
 
     def row(name: str, share: str, found: list[list[float]]) -> list[str]:
-        by_layer = " / ".join(f"{statistics.fmean(one[layer] for one in found):.2f}" for layer in layers)
+        by_layer = " / ".join(
+            f"{statistics.fmean(one[layer] for one in found):.2f}" for layer in layers
+        )
         return [name, share, tell_mean(statistics.fmean(one) for one in found), by_layer]
 
     rows = [
         row("all", "100 %", [run["alpha_by_layer"] for run in tsa]),
-        row("share with p of at least 1/2", "100 %", [[*run["hard_share_by_layer"].values()] for run in tsa]),
+        row(
+            "share with p of at least 1/2",
+            "100 %",
+            [[*run["hard_share_by_layer"].values()] for run in tsa],
+        ),
     ]
     for kind, share in tsa[0]["share_of_kind"].items():
         rows.append(row(kind, percent(share), [run["alpha_by_kind"][kind] for run in tsa]))
-    for place, name in enumerate(("least sure quarter", "third quarter", "second quarter", "surest quarter")):
+    for place, name in enumerate(
+        ("least sure quarter", "third quarter", "second quarter", "surest quarter")
+    ):
         rows.append(row(name, "25 %", [run["alpha_by_difficulty"][3 - place] for run in tsa]))
     return table(["the character that is read", "of the text", "mean p", "by router"], rows)
 
@@ -211,7 +245,16 @@ def sweep_table(results: dict[str, Any]) -> str:
             f"{run['alpha']:.3f}", percent(run["saved"]), f"{run['loss']:.4f}", f"{run['hard_share']:.3f}",
             f"{run['hard_loss']:.4f}",
         ])  # fmt: skip
-    head = ["", "steps x batch", "alpha at step 0", "alpha", "saved", "loss, soft", "hard share", "loss, hard"]
+    head = [
+        "",
+        "steps x batch",
+        "alpha at step 0",
+        "alpha",
+        "saved",
+        "loss, soft",
+        "hard share",
+        "loss, hard",
+    ]
     return table(head, rows)
 
 
@@ -220,12 +263,23 @@ def synthetic_table(results: dict[str, Any]) -> str:
     for task in ("copy", "sort"):
         dense, run = results["runs"][f"{task}_dense"], results["runs"][f"{task}_tsa"]
         paper = PAPER[task]
-        said = f"{paper['alpha']:.3f}" + (f", {percent(paper['saved'])}" if "saved" in paper else "")
+        said = f"{paper['alpha']:.3f}" + (
+            f", {percent(paper['saved'])}" if "saved" in paper else ""
+        )
         rows.append([
             task, percent(dense["accuracy"]), percent(run["accuracy"]), percent(run["hard_accuracy"]),
             f"{run['alpha']:.3f}", percent(run["saved"]), f"{run['hard_share']:.3f}", said,
         ])  # fmt: skip
-    head = ["task", "accuracy, dense", "TSA soft", "TSA hard", "alpha", "saved", "hard share", "paper"]
+    head = [
+        "task",
+        "accuracy, dense",
+        "TSA soft",
+        "TSA hard",
+        "alpha",
+        "saved",
+        "hard share",
+        "paper",
+    ]
     return table(head, rows)
 
 
@@ -236,9 +290,17 @@ def time_table(results: dict[str, Any], small: dict[str, Any]) -> str:
     rows = []
     for name, ratio in small["times"][0]["over_dense"].items():
         label = labels.get(name, f"TSA, threshold moved: share {name}")
-        rows.append([label, f"{ratio:.3f}", tell_mean([one[name] for one in gpu], 2) if name in labels else ""])
+        rows.append(
+            [
+                label,
+                f"{ratio:.3f}",
+                tell_mean([one[name] for one in gpu], 2) if name in labels else "",
+            ]
+        )
     device = results["runs"]["tsa"]["device"]["device"]
-    return table(["prefill, 64 x 128 characters, over dense", "one CPU core, small study", device], rows)
+    return table(
+        ["prefill, 64 x 128 characters, over dense", "one CPU core, small study", device], rows
+    )
 
 
 def tables(results: dict[str, Any], small: dict[str, Any]) -> str:
@@ -262,19 +324,27 @@ def steps_to(run: Run, threshold: float) -> float | None:
 
 def reached(runs: list[Run]) -> list[float]:
     """Those of the paper's thresholds, in bits per character, that every run gets under."""
-    return [bits for bits, loss in zip(BITS, THRESHOLDS) if all(steps_to(run, loss) is not None for run in runs)]
+    return [
+        bits
+        for bits, loss in zip(BITS, THRESHOLDS)
+        if all(steps_to(run, loss) is not None for run in runs)
+    ]
 
 
 def later(mine: Run, base: Run) -> float:
     """How many more steps a run takes to the thresholds than another, mean of those that both reach."""
     pairs = [(steps_to(mine, at), steps_to(base, at)) for at in THRESHOLDS]
-    return statistics.fmean(one - other for one, other in pairs if one is not None and other is not None)
+    return statistics.fmean(
+        one - other for one, other in pairs if one is not None and other is not None
+    )
 
 
 def kind_gap(run: Run) -> float:
     """`p` of spaces and punctuation minus that of characters inside words, in the last two routers."""
     kinds = run["alpha_by_kind"]
-    easy = statistics.fmean(kinds[name][layer] for name in ("space", "punctuation") for layer in (-1, -2))
+    easy = statistics.fmean(
+        kinds[name][layer] for name in ("space", "punctuation") for layer in (-1, -2)
+    )
     return easy - statistics.fmean(kinds["inside a word"][-2:])
 
 
@@ -284,9 +354,14 @@ def difficulty_gap(run: Run) -> float:
     return hardest - easiest
 
 
-def over_tsa(results: dict[str, Any], place: int, ours: Callable[[dict[str, Any]], dict[str, float]]) -> list[float]:
+def over_tsa(
+    results: dict[str, Any], place: int, ours: Callable[[dict[str, Any]], dict[str, float]]
+) -> list[float]:
     """The loss of early exit over that of TSA at about its share, minus 1."""
-    return [sweep["exit_at_equal_share"][place]["loss"] / ours(sweep)["loss"] - 1 for sweep in results["exit_sweeps"]]
+    return [
+        sweep["exit_at_equal_share"][place]["loss"] / ours(sweep)["loss"] - 1
+        for sweep in results["exit_sweeps"]
+    ]
 
 
 def claims(results: dict[str, Any]) -> list[Judged]:
@@ -299,7 +374,10 @@ def claims(results: dict[str, Any]) -> list[Judged]:
     said_more = f"{percent(PAPER['lambda_0.05']['saved'])} below +0.5 %"
     signed: Callable[[float], str] = "{:+.3f}".format
     part: Callable[[float], str] = "{:+.1%}".format
-    exits = [sorted(sweep["exit_by_confidence"], key=lambda row: row["share"]) for sweep in results["exit_sweeps"]]
+    exits = [
+        sorted(sweep["exit_by_confidence"], key=lambda row: row["share"])
+        for sweep in results["exit_sweeps"]
+    ]
     bits = ", ".join(f"{one:g}" for one in reached([*dense, *tsa]))
     stated: list[tuple[str, str, list[float], str, float, Callable[[float], str]]] = [
         (f"Operations are saved ({saved} here) at less than 0.5 % of loss, counted on soft scaling; at the end", said,
@@ -371,7 +449,13 @@ def single_claims(results: dict[str, Any], small: dict[str, Any]) -> list[Judged
          f"{percent(1 - times['hard'])} on one CPU core at alpha {runs['tsa']['hard_share']:.3f}", times["hard"] < 1),
     ]  # fmt: skip
     rows = [
-        Judged(claim, paper, here, OPEN, f"{AGREES if same else DISAGREES} in the one seed; {cannot_decide(1)}")
+        Judged(
+            claim,
+            paper,
+            here,
+            OPEN,
+            f"{AGREES if same else DISAGREES} in the one seed; {cannot_decide(1)}",
+        )
         for claim, paper, here, same in stated
     ]
     device = results["runs"]["tsa"]["device"]["device"]
@@ -380,7 +464,17 @@ def single_claims(results: dict[str, Any], small: dict[str, Any]) -> list[Judged
         ("Skipping saves time, with 64 sequences", "2.3 % at alpha 0.726 (M1 Pro)", "hard", 0.0),
     ):
         more = [one["over_dense"][way] - 1 for one in results["times"]]
-        rows.append(judge(f"{claim}: {device}, time over dense", paper, more, "not higher", 2, limit, "{:+.0%}".format))
+        rows.append(
+            judge(
+                f"{claim}: {device}, time over dense",
+                paper,
+                more,
+                "not higher",
+                2,
+                limit,
+                "{:+.0%}".format,
+            )
+        )
     return rows
 
 
@@ -389,7 +483,10 @@ def plot_curves(results: dict[str, Any], small: dict[str, Any], path: Path) -> N
     import matplotlib.pyplot as plt
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    for name, label in (("dense", "dense"), *((name, f"TSA (soft), {kind}") for name, kind in KINDS.items())):
+    for name, label in (
+        ("dense", "dense"),
+        *((name, f"TSA (soft), {kind}") for name, kind in KINDS.items()),
+    ):
         run = results["runs"][name]
         curve, settings = run["curve"], run["settings"]
         steps, losses = [row["step"] for row in curve], [row["loss"] for row in curve]
@@ -402,12 +499,24 @@ def plot_curves(results: dict[str, Any], small: dict[str, Any], path: Path) -> N
             operations.append(total)
         middle.plot(operations, losses, label=label)
     shown = [(results["runs"][name], f"{kind}, full size") for name, kind in KINDS.items()]
-    shown += [(small["runs"][name], f"{NAMES[name]}, small") for name in ("tsa", "lambda_0", "bias_3")]
+    shown += [
+        (small["runs"][name], f"{NAMES[name]}, small") for name in ("tsa", "lambda_0", "bias_3")
+    ]
     for run, label in shown:
-        right.plot([row["step"] for row in run["curve"]], [row["alpha"] for row in run["curve"]], label=label)
+        right.plot(
+            [row["step"] for row in run["curve"]],
+            [row["alpha"] for row in run["curve"]],
+            label=label,
+        )
     left.set(xlabel="step", ylabel="validation loss (nats)", title="Training")
-    middle.set(xlabel="token-layer operations (millions, soft)", ylabel="validation loss (nats)", title="Per operation")
-    right.set(xlabel="step", ylabel="alpha", ylim=(0, 1.02), title="Mean active fraction", xlim=(0, None))
+    middle.set(
+        xlabel="token-layer operations (millions, soft)",
+        ylabel="validation loss (nats)",
+        title="Per operation",
+    )
+    right.set(
+        xlabel="step", ylabel="alpha", ylim=(0, 1.02), title="Mean active fraction", xlim=(0, None)
+    )
     right.set_xscale("symlog", linthresh=200)
     for axes in (left, middle):
         axes.set_ylim(1.4, 2.4)
@@ -424,10 +533,17 @@ def plot_sweep(results: dict[str, Any], path: Path) -> None:
     runs = [results["runs"][f"lambda_{weight}"] for weight in WEIGHTS]
     weights = [run["settings"]["depth_weight"] for run in runs]
     left.plot(weights, [run["alpha"] for run in runs], marker="o", label="alpha (soft)")
-    left.plot(weights, [run["hard_share"] for run in runs], marker="s", label="share run full (hard)")
+    left.plot(
+        weights, [run["hard_share"] for run in runs], marker="s", label="share run full (hard)"
+    )
     right.plot(weights, [run["loss"] for run in runs], marker="o", label="soft")
     right.plot(weights, [run["hard_loss"] for run in runs], marker="s", label="hard")
-    left.axhline(results["runs"]["lambda_0"]["curve"][0]["alpha"], color="grey", linestyle=":", label="before training")
+    left.axhline(
+        results["runs"]["lambda_0"]["curve"][0]["alpha"],
+        color="grey",
+        linestyle=":",
+        label="before training",
+    )
     left.set(ylabel="active share", ylim=(0, 1.02), title="Active share")
     right.set(ylabel="validation loss (nats)", title="Loss")
     for axes in (left, right):
@@ -443,14 +559,28 @@ def plot_exit(results: dict[str, Any], path: Path) -> None:
 
     sweep = results["exit_sweeps"][0]
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    for name, marker, label in (("exit_by_confidence", "o", "early exit"), ("tsa_by_threshold", "s", "TSA, hard")):
+    for name, marker, label in (
+        ("exit_by_confidence", "o", "early exit"),
+        ("tsa_by_threshold", "s", "TSA, hard"),
+    ):
         more = sweep["exit_at_equal_share"] if name == "exit_by_confidence" else []
         rows = sorted(sweep[name] + more, key=lambda row: row["share"])
-        axes.plot([row["share"] for row in rows], [row["loss"] for row in rows], marker=marker, label=label)
+        axes.plot(
+            [row["share"] for row in rows],
+            [row["loss"] for row in rows],
+            marker=marker,
+            label=label,
+        )
     soft = sweep["tsa_soft"]
-    axes.plot(soft["share"], soft["loss"], "*", markersize=12, label="TSA, soft (nothing is skipped)")
+    axes.plot(
+        soft["share"], soft["loss"], "*", markersize=12, label="TSA, soft (nothing is skipped)"
+    )
     axes.axhline(sweep["dense"], color="black", linestyle="--", label="dense")
-    axes.set(xlabel="active share of routed blocks", ylabel="validation loss (nats)", title="Skipping for real")
+    axes.set(
+        xlabel="active share of routed blocks",
+        ylabel="validation loss (nats)",
+        title="Skipping for real",
+    )
     axes.legend()
     _save(figure, path)
 
@@ -463,12 +593,16 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="folder of run.py; default: what is committed")
     parser.add_argument("--study", choices=FILES, default="paper", help="what OUT has")
     args = parser.parse_args()
     if args.out:
-        (HERE / FILES[args.study]).write_text(json.dumps(collect(args.out, args.study), indent=1) + "\n")
+        (HERE / FILES[args.study]).write_text(
+            json.dumps(collect(args.out, args.study), indent=1) + "\n"
+        )
     results, small = (read(study) for study in FILES)
     plot_curves(results, small, HERE / "curves.png")
     plot_sweep(small, HERE / "lambda.png")

@@ -66,7 +66,9 @@ def build_model(run: dict[str, Any], task: Task) -> Any:
 
 
 def adapter_config(run: dict[str, Any]) -> DepthRouteConfig:
-    return DepthRouteConfig(gate="halting", target="block", branch="none", gate_temperature=1.0, seed=run["seed"])
+    return DepthRouteConfig(
+        gate="halting", target="block", branch="none", gate_temperature=1.0, seed=run["seed"]
+    )
 
 
 def task_loss(logits_BTV: torch.Tensor, tokens: torch.Tensor, first: int) -> torch.Tensor:
@@ -78,10 +80,14 @@ def exit_loss(model: Any, tokens: torch.Tensor, first: int) -> torch.Tensor:
     """Mean over all exits, the tied head after every block, of the task loss."""
     output = model(input_ids=tokens[:, :-1], output_hidden_states=True)
     early = [model.lm_head(model.transformer.ln_f(hidden)) for hidden in output.hidden_states[1:-1]]
-    return torch.stack([task_loss(logits, tokens, first) for logits in (*early, output.logits)]).mean()
+    return torch.stack(
+        [task_loss(logits, tokens, first) for logits in (*early, output.logits)]
+    ).mean()
 
 
-def training_loss(model: Any, run: dict[str, Any], tokens: torch.Tensor, first: int) -> torch.Tensor:
+def training_loss(
+    model: Any, run: dict[str, Any], tokens: torch.Tensor, first: int
+) -> torch.Tensor:
     if run["method"] == "exit":
         return exit_loss(model, tokens, first)
     if run["method"] == "dense":
@@ -93,7 +99,9 @@ def training_loss(model: Any, run: dict[str, Any], tokens: torch.Tensor, first: 
 
 
 @torch.no_grad()
-def soft_loss(model: Any, task: Task, batch: int, blocks: int | None = None) -> tuple[float, float | None]:
+def soft_loss(
+    model: Any, task: Task, batch: int, blocks: int | None = None
+) -> tuple[float, float | None]:
     """Validation loss with updates scaled by `p` as in training; and `alpha`, the mean of `p`, None where dense."""
     total, active, parts = 0.0, [], task.validation[:blocks].split(batch)
     for tokens in parts:
@@ -102,7 +110,9 @@ def soft_loss(model: Any, task: Task, batch: int, blocks: int | None = None) -> 
         else:
             with record_routes(model) as trace, use_selection(model, "soft"):
                 logits = model(input_ids=tokens[:, :-1]).logits
-            active.append(torch.stack([record.probs.mean() for record in trace.values()]).mean() * len(tokens))
+            active.append(
+                torch.stack([record.probs.mean() for record in trace.values()]).mean() * len(tokens)
+            )
         total += float(task_loss(logits, tokens, task.first)) * len(tokens)
     count = sum(len(part) for part in parts)
     return total / count, float(sum(active)) / count if active else None
@@ -110,17 +120,24 @@ def soft_loss(model: Any, task: Task, batch: int, blocks: int | None = None) -> 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """No decay of biases, norms and embeddings."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     plain = [p for name, p in named if p.ndim < 2 or name.endswith(("wte.weight", "wpe.weight"))]
     kept = {id(p) for p in plain}
     decayed = [p for _, p in named if id(p) not in kept]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
 
 
 def train(run: dict[str, Any], task: Task) -> tuple[Any, dict[str, Any]]:
     """A model trained from scratch, and its record."""
     model = build_model(run, task)
-    optimizer = torch.optim.AdamW(decay_groups(model, run["weight_decay"]), lr=run["lr"], betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        decay_groups(model, run["weight_decay"]), lr=run["lr"], betas=(0.9, 0.95), fused=True
+    )
     schedule = get_cosine_schedule_with_warmup(optimizer, run["warmup"], run["steps"])
     generator, started = torch.Generator().manual_seed(run["seed"]), time.perf_counter()
     curve = []
@@ -128,7 +145,13 @@ def train(run: dict[str, Any], task: Task) -> tuple[Any, dict[str, Any]]:
         if step % run["eval_every"] == 0 or step == run["steps"]:
             model.eval()
             loss, alpha = soft_loss(model, task, run["batch"], run["eval_blocks"])
-            curve.append({"step": step, "loss": round(loss, 5), "alpha": alpha if alpha is None else round(alpha, 5)})
+            curve.append(
+                {
+                    "step": step,
+                    "loss": round(loss, 5),
+                    "alpha": alpha if alpha is None else round(alpha, 5),
+                }
+            )
             print(curve[-1], f"{time.perf_counter() - started:.0f} s", flush=True)
             model.train()
         if step == run["steps"]:
@@ -139,11 +162,18 @@ def train(run: dict[str, Any], task: Task) -> tuple[Any, dict[str, Any]]:
         schedule.step()
         optimizer.zero_grad()
     parameters = sum(p.numel() for p in model.parameters())
-    return model.eval(), {"settings": run, "parameters": parameters, "device": describe_machine(DEVICE), "curve": curve}
+    return model.eval(), {
+        "settings": run,
+        "parameters": parameters,
+        "device": describe_machine(DEVICE),
+        "curve": curve,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("study", type=Path, help="small.yaml or paper.yaml")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", help="names of runs; default: all")

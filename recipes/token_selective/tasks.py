@@ -37,7 +37,9 @@ class Task:
     def draw(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         """A random training batch `[batch, T + 1]`; the same from the same generator."""
         if self.train.ndim == 2:
-            return self.train[torch.randint(len(self.train), (batch,), generator=generator).to(self.train.device)]
+            return self.train[
+                torch.randint(len(self.train), (batch,), generator=generator).to(self.train.device)
+            ]
         length = self.validation.shape[1]
         starts = torch.randint(len(self.train) - length + 1, (batch, 1), generator=generator)
         return self.train[(starts + torch.arange(length)).to(self.train.device)]
@@ -59,7 +61,9 @@ def kinds(ids: torch.Tensor, characters: str) -> torch.Tensor:
 
     An apostrophe behind a letter is inside the word.
     """
-    place = [0 if one.isalnum() else 2 if one == " " else 3 if one == "\n" else 4 for one in characters]
+    place = [
+        0 if one.isalnum() else 2 if one == " " else 3 if one == "\n" else 4 for one in characters
+    ]
     found = torch.tensor(place, device=ids.device)[ids]
     before = torch.nn.functional.pad(found[:, :-1], (1, 0), value=2)
     apostrophe = torch.tensor([one == "'" for one in characters], device=ids.device)[ids]

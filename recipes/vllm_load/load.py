@@ -28,7 +28,12 @@ from servers import Server, dense, native, routed, running
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "embedded_base" / "model"
-WIDTHS = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+WIDTHS = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
 OUTPUT = 32  # generated tokens of a request
 NAME = "load"
 ROUTED = ("all", "prefill")
@@ -48,13 +53,19 @@ def make_models(folder: Path, layers: int, budget: float) -> tuple[Path, Path]:
     if not (adapter / "adapter_config.json").exists():
         tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, trust_remote_code=False)
         torch.manual_seed(0)
-        sizes = WIDTHS | {"num_hidden_layers": layers, "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+        sizes = WIDTHS | {
+            "num_hidden_layers": layers,
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": 4096,
+        }
         # Transformers serve knows no request that is to be written to its end.
         sizes |= {"eos_token_id": None}
         model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **sizes)).eval()
         model.save_pretrained(base)
         tokenizer.save_pretrained(base)
-        routed_model = get_depth_routed_model(model, DepthRouteConfig(layers="all", budget=budget)).eval()
+        routed_model = get_depth_routed_model(
+            model, DepthRouteConfig(layers="all", budget=budget)
+        ).eval()
         calibrate(routed_model, [{"input_ids": torch.randint(3, len(tokenizer), (4, 512))}])
         routed_model.save_pretrained(adapter)
     return base, adapter
@@ -69,10 +80,14 @@ def accept_fewer_fields() -> None:
             self.session = session
 
         def post(self, url: str, json: dict[str, Any], headers: dict[str, str]) -> Any:
-            return self.session.post(url, json={k: v for k, v in json.items() if k in ACCEPTED}, headers=headers)
+            return self.session.post(
+                url, json={k: v for k, v in json.items() if k in ACCEPTED}, headers=headers
+            )
 
     async def request(request_func_input: Any, session: Any, pbar: Any = None) -> Any:
-        return await requests.async_request_openai_completions(request_func_input, Fewer(session), pbar)
+        return await requests.async_request_openai_completions(
+            request_func_input, Fewer(session), pbar
+        )
 
     requests.ASYNC_REQUEST_FUNCS["openai"] = request
 
@@ -98,19 +113,31 @@ def bench(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--out", type=Path, help="default: load.json, load_transformers.json")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="for the base, the adapter and logs")
-    parser.add_argument("--model", type=Path, help="folder of a base that is there, in place of random weights")
-    parser.add_argument("--adapter", type=Path, help="folder of its adapter for prompts, with --model")
+    parser.add_argument(
+        "--work", type=Path, default=HERE / "work", help="for the base, the adapter and logs"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="folder of a base that is there, in place of random weights"
+    )
+    parser.add_argument(
+        "--adapter", type=Path, help="folder of its adapter for prompts, with --model"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budget", type=float, default=0.5)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=int, nargs="+", default=[32, 512, 2000], help="tokens")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16], help="requests at a time")
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=[1, 4, 16], help="requests at a time"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--each", type=int, default=2, help="requests of each client, of prompts below 2,000 tokens")
+    parser.add_argument(
+        "--each", type=int, default=2, help="requests of each client, of prompts below 2,000 tokens"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     if (args.model is None) != (args.adapter is None) or (args.model and args.engine != "vllm"):
@@ -133,10 +160,20 @@ def main() -> None:
         words = {"dense": dense(base)}
         if args.model is not None:
             words |= {"native": native(base)}
-        words |= {name: routed(base, adapter, name) for name in ROUTED if args.model is None or name == "prefill"}
+        words |= {
+            name: routed(base, adapter, name)
+            for name in ROUTED
+            if args.model is None or name == "prefill"
+        }
         names = dict.fromkeys(words, NAME)
         # Random prompts of one seed begin alike, so cells of one round would find each other's in the cache.
-        options = ["--served-model-name", NAME, "--max-model-len", "2304", "--no-enable-prefix-caching"]
+        options = [
+            "--served-model-name",
+            NAME,
+            "--max-model-len",
+            "2304",
+            "--no-enable-prefix-caching",
+        ]
     else:
         accept_fewer_fields()
         words = {"dense": ["transformers.cli.transformers", "serve", str(base)]}
@@ -144,21 +181,38 @@ def main() -> None:
         names, options = {"dense": str(base), "all": adapter.name}, []
     options += ["--dtype", args.dtype]
     setting |= {"dtype": args.dtype, "output": OUTPUT}
-    found: dict[str, Any] = {"machine": describe_machine(torch.device("cpu")), "setting": setting, "cells": []}
+    found: dict[str, Any] = {
+        "machine": describe_machine(torch.device("cpu")),
+        "setting": setting,
+        "cells": [],
+    }
     with running(words, options, args.work, args.threads) as servers:
         for turn in range(args.rounds):
             for prompt in args.prompts:
                 for clients in args.clients:
                     first = turn % len(servers)
                     order = list(servers)[first:] + list(servers)[:first]
-                    requests = max(3 * args.each, args.each * clients) if prompt < 2000 else max(4, clients)
-                    cell: dict[str, Any] = {"prompt": prompt, "clients": clients, "requests": requests, "round": turn}
+                    requests = (
+                        max(3 * args.each, args.each * clients)
+                        if prompt < 2000
+                        else max(4, clients)
+                    )
+                    cell: dict[str, Any] = {
+                        "prompt": prompt,
+                        "clients": clients,
+                        "requests": requests,
+                        "round": turn,
+                    }
                     for name in order:
-                        cell[name] = bench(servers[name], names[name], base, prompt, clients, requests, turn)
+                        cell[name] = bench(
+                            servers[name], names[name], base, prompt, clients, requests, turn
+                        )
                     found["cells"].append(cell)
                     print(json.dumps(cell), flush=True)
                     if args.engine == "vllm":
-                        found["rows_full"] = {n: servers[n].rows_full() for n in servers if n in ROUTED}
+                        found["rows_full"] = {
+                            n: servers[n].rows_full() for n in servers if n in ROUTED
+                        }
                     write_text(out, json.dumps(found, indent=1) + "\n")
 
 

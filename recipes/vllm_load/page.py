@@ -21,7 +21,10 @@ def study() -> Study:
     by_prompt: dict[int, list[float]] = {}
     for (prompt, _), ratio in cells.items():
         by_prompt.setdefault(prompt, []).append(ratio)
-    more = ", ".join(f"{min(ratios):.2f} to {max(ratios):.2f} at {prompt:,}" for prompt, ratios in by_prompt.items())
+    more = ", ".join(
+        f"{min(ratios):.2f} to {max(ratios):.2f} at {prompt:,}"
+        for prompt, ratios in by_prompt.items()
+    )
     brief = (
         f"FFNs of all {setting['layers']} layers at budget {setting['budget']}, random weights in {setting['dtype']}, "
         "1 to 16 clients: tokens/s over dense, by prompt tokens: "

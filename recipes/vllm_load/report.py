@@ -17,7 +17,11 @@ from hf_depthroute.files.staged import write_text
 HERE = Path(__file__).parent
 WAYS = {"all": "routed", "prefill": "prompts only", "native": "dense, vLLM's own model"}
 REAL = "SmolLM2-135M-Instruct and a router for prompts alone"
-FIGURES = {"total_token_throughput": "tokens/s", "median_ttft_ms": "first token", "median_tpot_ms": "later token"}
+FIGURES = {
+    "total_token_throughput": "tokens/s",
+    "median_ttft_ms": "first token",
+    "median_tpot_ms": "later token",
+}
 
 
 def ratios(found: dict[str, Any], way: str, figure: str) -> dict[tuple[int, int], list[float]]:
@@ -31,7 +35,9 @@ def ratios(found: dict[str, Any], way: str, figure: str) -> dict[tuple[int, int]
 
 def read_load() -> dict[str, Any]:
     """`load.json`, with the cells of `load_few_rows.json`, which have more requests, in place of its own."""
-    load, few = (json.loads((HERE / f"{name}.json").read_text()) for name in ("load", "load_few_rows"))
+    load, few = (
+        json.loads((HERE / f"{name}.json").read_text()) for name in ("load", "load_few_rows")
+    )
     assert load["machine"]["device"] == few["machine"]["device"]
     again = {cell["prompt"] for cell in few["cells"]}
     found: dict[str, Any] = load | {
@@ -58,14 +64,29 @@ def load_lines(found: dict[str, Any], file: str = "load.json") -> list[str]:
             columns.append(lambda cell, of_cells=of_cells: said(of_cells[cell]))  # type: ignore[misc]
     rows = []
     for cell in ratios(found, next(iter(ways)), "median_ttft_ms"):
-        dense = [c["dense"]["total_token_throughput"] for c in found["cells"] if (c["prompt"], c["clients"]) == cell]
-        rows.append([*map(str, cell), f"{statistics.median(dense):.0f}", *(column(cell) for column in columns)])
+        dense = [
+            c["dense"]["total_token_throughput"]
+            for c in found["cells"]
+            if (c["prompt"], c["clients"]) == cell
+        ]
+        rows.append(
+            [
+                *map(str, cell),
+                f"{statistics.median(dense):.0f}",
+                *(column(cell) for column in columns),
+            ]
+        )
     lines = markdown_table(heads, rows)
     if "rows_full" in found:
         shares = ", ".join(f"{WAYS[way]} {share:.1%}" for way, share in found["rows_full"].items())
-        lines += ["", f"Rows that ran the routed layers in full, over all cells of `{file}`: {shares}."]
+        lines += [
+            "",
+            f"Rows that ran the routed layers in full, over all cells of `{file}`: {shares}.",
+        ]
     if "rows_full_few" in found:
-        shares = ", ".join(f"{WAYS[way]} {share:.1%}" for way, share in found["rows_full_few"].items())
+        shares = ", ".join(
+            f"{WAYS[way]} {share:.1%}" for way, share in found["rows_full_few"].items()
+        )
         lines[-1] += f" Those of 32 tokens, which are of `load_few_rows.json`: {shares}."
     return lines
 
@@ -100,11 +121,16 @@ def soak_lines(found: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def page(load: dict[str, Any], real: dict[str, Any], other: dict[str, Any], soak: dict[str, Any]) -> str:
+def page(
+    load: dict[str, Any], real: dict[str, Any], other: dict[str, Any], soak: dict[str, Any]
+) -> str:
     """`results.md`."""
     lines = []
     engines = ("vLLM", load, "load.json"), (f"vLLM, {REAL}", real, "load_smollm2.json")
-    for engine, found, file in (*engines, ("`transformers serve`", other, "load_transformers.json")):
+    for engine, found, file in (
+        *engines,
+        ("`transformers serve`", other, "load_transformers.json"),
+    ):
         over = f"over the dense server's, medians of rounds (lowest - highest), on {found['machine']['device']}:"
         lines += [f"{engine}, {over}", "", *load_lines(found, file), ""]
     lines += soak_lines(soak)
@@ -113,7 +139,10 @@ def page(load: dict[str, Any], real: dict[str, Any], other: dict[str, Any], soak
 
 def main() -> None:
     names = "load_smollm2", "load_transformers", "soak"
-    write_text(HERE / "results.md", page(read_load(), *(json.loads((HERE / f"{n}.json").read_text()) for n in names)))
+    write_text(
+        HERE / "results.md",
+        page(read_load(), *(json.loads((HERE / f"{n}.json").read_text()) for n in names)),
+    )
 
 
 if __name__ == "__main__":

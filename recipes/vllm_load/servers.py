@@ -67,7 +67,9 @@ class Server:
         from prometheus_client.parser import text_string_to_metric_families
 
         families = text_string_to_metric_families(self.get("/metrics"))
-        return [sample.value for family in families for sample in family.samples if sample.name == name]
+        return [
+            sample.value for family in families for sample in family.samples if sample.name == name
+        ]
 
     def metric(self, name: str) -> float:
         """Their sum."""

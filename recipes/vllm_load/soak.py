@@ -37,13 +37,17 @@ def make_adapter(folder: Path) -> tuple[Path, list[list[int]]]:
 
     tokenizer = AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
     train, held = (
-        pack(load_text("python-stdlib", split=split), tokenizer, 512).with_format("torch")["input_ids"][:]
+        pack(load_text("python-stdlib", split=split), tokenizer, 512).with_format("torch")[
+            "input_ids"
+        ][:]
         for split in ("train", "validation")
     )
     adapter = folder / "adapter"
     if not (adapter / "adapter_config.json").exists():
         model = AutoModelForCausalLM.from_pretrained(BASE, trust_remote_code=False)
-        fit_router(model, [{"input_ids": rows} for rows in train[:32].split(8)], keep=0.5).save_pretrained(adapter)
+        fit_router(
+            model, [{"input_ids": rows} for rows in train[:32].split(8)], keep=0.5
+        ).save_pretrained(adapter)
     lengths = (4, 9, 16, 25, 36, 50, 64, 81, 100, 128, 160, 200, 240, 300, 350, 400)
     return adapter, [held[i, :length].tolist() for i, length in enumerate(lengths)]
 
@@ -109,7 +113,10 @@ async def soak(server: Server, prompts: list[list[int]], minutes: float) -> dict
 
     found = dict.fromkeys((*ENDS, "wrong"), 0)
     # A connection each: one that is kept may be closed by the server just when the next request is sent on it.
-    connector, timeout = aiohttp.TCPConnector(force_close=True, limit=0), aiohttp.ClientTimeout(total=600)
+    connector, timeout = (
+        aiohttp.TCPConnector(force_close=True, limit=0),
+        aiohttp.ClientTimeout(total=600),
+    )
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         known = [(prompt, await answer_to(session, server.url, prompt)) for prompt in prompts]
         began = time.monotonic()
@@ -129,19 +136,29 @@ async def soak(server: Server, prompts: list[list[int]], minutes: float) -> dict
                 break
             await asyncio.sleep(1)
     layers = server.metrics("depthroute:rows_total")
-    facts = {"same_afterwards": all(after), "layers": len(layers), "layers_agree": len(set(layers)) == 1}
+    facts = {
+        "same_afterwards": all(after),
+        "layers": len(layers),
+        "layers_agree": len(set(layers)) == 1,
+    }
     return {"minutes": minutes, "clients": CLIENTS, **found, **facts, "samples": [*samples, last]}
 
 
-async def soak_all(servers: dict[str, Server], prompts: list[list[int]], minutes: float) -> dict[str, dict[str, Any]]:
+async def soak_all(
+    servers: dict[str, Server], prompts: list[list[int]], minutes: float
+) -> dict[str, dict[str, Any]]:
     found = await asyncio.gather(*(soak(server, prompts, minutes) for server in servers.values()))
     return dict(zip(servers, found))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=HERE / "soak.json")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="for the adapter and the log")
+    parser.add_argument(
+        "--work", type=Path, default=HERE / "work", help="for the adapter and the log"
+    )
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()

@@ -43,7 +43,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A base and an adapter of it."""
     folder = tmp_path_factory.mktemp("saved")
     build_base("llama").save_pretrained(folder / "base")
-    routed(AutoModelForCausalLM.from_pretrained(folder / "base"), "mlp", seed=7).save_pretrained(folder / "adapter")
+    routed(AutoModelForCausalLM.from_pretrained(folder / "base"), "mlp", seed=7).save_pretrained(
+        folder / "adapter"
+    )
     return folder / "base", folder / "adapter"
 
 
@@ -82,10 +84,18 @@ CONFIG_FAULTS: dict[str, tuple[Damage, str]] = {
     "empty config": (text(lambda t: ""), "corrupt|Expecting value"),
     "not JSON": (text(lambda t: "layers: [1]\n" + t), "corrupt"),
     "a list": (text(lambda t: f"[{t}]"), "no JSON object|DEPTH_ROUTE"),
-    "duplicate key": (text(lambda t: t.replace("{", '{"budget": 0.1,', 1)), "'budget' is there twice"),
-    "duplicate peft_type": (text(lambda t: t.replace("{", '{"peft_type": "DEPTH_ROUTE",', 1)), "there twice"),
+    "duplicate key": (
+        text(lambda t: t.replace("{", '{"budget": 0.1,', 1)),
+        "'budget' is there twice",
+    ),
+    "duplicate peft_type": (
+        text(lambda t: t.replace("{", '{"peft_type": "DEPTH_ROUTE",', 1)),
+        "there twice",
+    ),
     "duplicate key inside": (
-        text(lambda t: t.replace('"base_architecture": {', '"base_architecture": {"hidden_size": 1,')),
+        text(
+            lambda t: t.replace('"base_architecture": {', '"base_architecture": {"hidden_size": 1,')
+        ),
         "'hidden_size' is there twice",
     ),
     "NaN literal": (literal("budget", "NaN"), "NaN"),
@@ -93,7 +103,10 @@ CONFIG_FAULTS: dict[str, tuple[Damage, str]] = {
     "overflowing number": (literal("budget", "1e999"), "budget=inf"),
     "endless integer": (literal("seed", "9" * 5000), "corrupt|Exceeds"),
     "deep nesting": (literal("base_architecture", "[" * 100_000 + "]" * 100_000), "nested|deep"),
-    "nesting of objects": (literal("base_architecture", '{"a":' * 2000 + "1" + "}" * 2000), "nested|deep"),
+    "nesting of objects": (
+        literal("base_architecture", '{"a":' * 2000 + "1" + "}" * 2000),
+        "nested|deep",
+    ),
     "two megabytes": (text(lambda t: t + " " * (2 << 20)), "larger than 1,048,576 bytes"),
     "bytes that are no text": (
         lambda f: (f / CONFIG_NAME).write_bytes(b'{"peft_type": "DEPTH_ROUTE", "\xff": 1}'),
@@ -102,7 +115,10 @@ CONFIG_FAULTS: dict[str, tuple[Damage, str]] = {
     "unknown field": (fields(routes=3), "no field 'routes'"),
     "trust_remote_code": (fields(trust_remote_code=True), "no field 'trust_remote_code'"),
     "misspelt field": (fields(bugdet=0.5), "did you mean budget"),
-    "newer format": (fields(format_version=99, library_version="9.1.0", new=1), "hf_depthroute 9.1.0"),
+    "newer format": (
+        fields(format_version=99, library_version="9.1.0", new=1),
+        "hf_depthroute 9.1.0",
+    ),
     "format of words": (fields(format_version="two"), "format_version='two'"),
     "budget of zero": (fields(budget=0), "budget=0 "),
     "budget above one": (fields(budget=1.5), "budget=1.5"),
@@ -148,7 +164,9 @@ def cut(keep: Callable[[bytes], bytes]) -> Damage:
     return damage
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], seal: bool = True) -> Damage:
+def tensors(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], seal: bool = True
+) -> Damage:
     """`seal`: with the hash of what was changed, as somebody who means harm would."""
 
     def damage(folder: Path) -> None:
@@ -169,7 +187,11 @@ def copies(module: str, tensor: str | None = None, shape: tuple[int, ...] = ()) 
     """A config that asks for copies of a base module, with one tensor of it at most, and the hash that fits."""
 
     def damage(folder: Path) -> None:
-        weights = {name: value for name, value in load_file(folder / WEIGHTS_NAME).items() if "routing" in name}
+        weights = {
+            name: value
+            for name, value in load_file(folder / WEIGHTS_NAME).items()
+            if "routing" in name
+        }
         if tensor is not None:
             weights[f"base_model.model.model.{tensor}.weight"] = torch.ones(shape)
         save_file(weights, folder / WEIGHTS_NAME)
@@ -183,7 +205,9 @@ def sampled(change: Callable[[dict[str, float]], Any]) -> Damage:
 
     def changed(text: str) -> str:
         config = json.loads(text)
-        config["base_architecture"]["sampled_weights"] = change(config["base_architecture"]["sampled_weights"])
+        config["base_architecture"]["sampled_weights"] = change(
+            config["base_architecture"]["sampled_weights"]
+        )
         return json.dumps(config)
 
     return text(changed)
@@ -208,24 +232,48 @@ WEIGHT_FAULTS: dict[str, tuple[Damage, str]] = {
     "flipped byte at the end": (flipped(0.999), "hash"),
     "flipped byte in the middle": (flipped(0.5), "hash"),
     "zeroed block": (cut(lambda b: b[:-4096] + bytes(4096)), "hash"),
-    "weights of another save": (tensors(lambda t: {k: v + 0.5 for k, v in t.items()}, seal=False), "hash"),
+    "weights of another save": (
+        tensors(lambda t: {k: v + 0.5 for k, v in t.items()}, seal=False),
+        "hash",
+    ),
     "a pickle": (pickled, "pickle"),
-    "output head": (tensors(lambda t: {**t, "base_model.model.lm_head.weight": torch.zeros(64, 32)}), "lm_head"),
+    "output head": (
+        tensors(lambda t: {**t, "base_model.model.lm_head.weight": torch.zeros(64, 32)}),
+        "lm_head",
+    ),
     "base layer": (
-        tensors(lambda t: {**t, "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight": torch.zeros(64, 32)}),
+        tensors(
+            lambda t: {
+                **t,
+                "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight": torch.zeros(
+                    64, 32
+                ),
+            }
+        ),
         "base_layer",
     ),
     "base weight": (
-        tensors(lambda t: {**t, "base_model.model.model.layers.0.mlp.up_proj.weight": torch.zeros(64, 32)}),
+        tensors(
+            lambda t: {
+                **t,
+                "base_model.model.model.layers.0.mlp.up_proj.weight": torch.zeros(64, 32),
+            }
+        ),
         "layers.0.mlp.up_proj.weight",
     ),
     "layer that is not routed": (
         tensors(lambda t: {**t, GATE.replace("layers.2", "layers.0"): t[GATE].clone()}),
         "layer that is not routed",
     ),
-    "name that climbs": (tensors(lambda t: {**t, "../../" + GATE: t[GATE].clone()}), "unexpected tensor"),
+    "name that climbs": (
+        tensors(lambda t: {**t, "../../" + GATE: t[GATE].clone()}),
+        "unexpected tensor",
+    ),
     "endless name": (tensors(lambda t: {**t, "a." * 50_000 + GATE: t[GATE].clone()}), "tensor"),
-    "eight-bit floats": (tensors(lambda t: {**t, GATE: t[GATE].to(torch.float8_e4m3fn)}), "dtype F8"),
+    "eight-bit floats": (
+        tensors(lambda t: {**t, GATE: t[GATE].to(torch.float8_e4m3fn)}),
+        "dtype F8",
+    ),
     "complex": (tensors(lambda t: {**t, GATE: t[GATE].to(torch.complex64)}), "dtype C64"),
     "NaN": (tensors(lambda t: {**t, GATE: t[GATE] * torch.nan}), "not finite"),
     "infinity": (tensors(lambda t: {**t, GATE: t[GATE] / 0}), "not finite"),
@@ -247,7 +295,10 @@ MODEL_FAULTS: dict[str, tuple[Damage, str]] = {
     "another gate": (fields(gate="jepa"), "tensor"),
     "another branch": (fields(branch="none"), "unexpected tensor"),
     "a number of sampled weights": (sampled(lambda weights: 5), "sampled_weights is no list"),
-    "weights beyond all floats": (sampled(lambda weights: dict.fromkeys(weights, 10**400)), "sampled weights differ"),
+    "weights beyond all floats": (
+        sampled(lambda weights: dict.fromkeys(weights, 10**400)),
+        "sampled weights differ",
+    ),
     "rule for layers and no tensor": (no_tensor_of("last:3"), "is missing"),
     "another width": (
         text(lambda t: t.replace('"hidden_size": 32', '"hidden_size": 64')),
@@ -257,9 +308,18 @@ MODEL_FAULTS: dict[str, tuple[Damage, str]] = {
         text(lambda t: t.replace('"model_type": "llama"', '"model_type": "gpt2"')),
         "model_type is 'gpt2'",
     ),
-    "no vocabulary": (text(lambda t: t.replace('"vocab_size": 64', '"vocab_size": -64')), "vocab_size is -64"),
-    "a copy of the model": (copies("model", "layers.0.mlp.up_proj", (64, 32)), "'model' means model, which cannot"),
-    "a copy of all layers": (copies("layers", "layers.0.mlp.up_proj", (64, 32)), "'layers' means model.layers, which"),
+    "no vocabulary": (
+        text(lambda t: t.replace('"vocab_size": 64', '"vocab_size": -64')),
+        "vocab_size is -64",
+    ),
+    "a copy of the model": (
+        copies("model", "layers.0.mlp.up_proj", (64, 32)),
+        "'model' means model, which cannot",
+    ),
+    "a copy of all layers": (
+        copies("layers", "layers.0.mlp.up_proj", (64, 32)),
+        "'layers' means model.layers, which",
+    ),
     "a copy of no module": (copies("nothing"), "no module 'nothing'"),
     "a copy without tensors": (copies("up_proj"), "is missing"),
     "half a copy": (copies("up_proj", "layers.0.mlp.up_proj", (64, 32)), "is missing"),
@@ -279,13 +339,19 @@ PATHS: dict[str, Callable[[Any, Path], Any]] = {
         base, folder, low_cpu_mem_usage=True
     ),
     "model.load_adapter": lambda base, folder: base.load_adapter(folder),
-    "PeftModel.load_adapter": lambda base, folder: routed(base, "mlp", adapter_name="first").load_adapter(
-        folder, "second"
-    ),
+    "PeftModel.load_adapter": lambda base, folder: routed(
+        base, "mlp", adapter_name="first"
+    ).load_adapter(folder, "second"),
     "AutoModelForCausalLM": lambda base, folder: AutoModelForCausalLM.from_pretrained(folder),
-    "AutoPeftModelForCausalLM": lambda base, folder: peft.AutoPeftModelForCausalLM.from_pretrained(folder),
+    "AutoPeftModelForCausalLM": lambda base, folder: peft.AutoPeftModelForCausalLM.from_pretrained(
+        folder
+    ),
 }
-ONTO_A_BASE = ("PeftModel.from_pretrained", "PeftModel.from_pretrained, low_cpu_mem_usage", "model.load_adapter")
+ONTO_A_BASE = (
+    "PeftModel.from_pretrained",
+    "PeftModel.from_pretrained, low_cpu_mem_usage",
+    "model.load_adapter",
+)
 # transformers' auto classes parse the config before PEFT does, to find the base; what they cannot parse, they refuse.
 PARSED_BY_TRANSFORMERS = (
     "half a config", "empty config", "not JSON", "a list", "endless integer", "deep nesting", "nesting of objects",
@@ -295,7 +361,9 @@ PARSED_BY_TRANSFORMERS = (
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_is_refused_with_one_line(saved: tuple[Path, Path], adapter: Path, fault: str, path: str) -> None:
+def test_is_refused_with_one_line(
+    saved: tuple[Path, Path], adapter: Path, fault: str, path: str
+) -> None:
     damage, said = FAULTS[fault]
     damage(adapter)
     base = AutoModelForCausalLM.from_pretrained(saved[0])
@@ -304,7 +372,9 @@ def test_is_refused_with_one_line(saved: tuple[Path, Path], adapter: Path, fault
         with pytest.raises((ValueError, RecursionError, TypeError, AttributeError)):
             PATHS[path](base, adapter)
         return
-    with pytest.raises((AdapterMismatchError, ConfigError, json.JSONDecodeError), match=said) as caught:
+    with pytest.raises(
+        (AdapterMismatchError, ConfigError, json.JSONDecodeError), match=said
+    ) as caught:
         PATHS[path](base, adapter)
     assert "\n" not in str(caught.value) or isinstance(caught.value, json.JSONDecodeError)
     assert len(str(caught.value)) < 600
@@ -319,13 +389,16 @@ AFTER_THE_CONFIG = [
     for fault in [*WEIGHT_FAULTS, "no weights"]
     for path in [*ONTO_A_BASE, "PeftModel.load_adapter"]
     # These are the same as another fault there.
-    if fault not in ("zeroed block", "a pickle") and (fault, path) != ("NaN", "PeftModel.load_adapter")
+    if fault not in ("zeroed block", "a pickle")
+    and (fault, path) != ("NaN", "PeftModel.load_adapter")
 ]
 
 
 def with_copy(saved: tuple[Path, Path], module: str, factor: float, folder: Path) -> torch.Tensor:
     """Save an adapter whose copy of `module` is `factor` times the base's; the logits of its model."""
-    model = routed(AutoModelForCausalLM.from_pretrained(saved[0]), "mlp", modules_to_save=[module]).eval()
+    model = routed(
+        AutoModelForCausalLM.from_pretrained(saved[0]), "mlp", modules_to_save=[module]
+    ).eval()
     with torch.no_grad():
         for name, value in model.named_parameters():
             if f"{module}.modules_to_save" in name:
@@ -336,7 +409,9 @@ def with_copy(saved: tuple[Path, Path], module: str, factor: float, folder: Path
 
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "PeftModel.load_adapter"])
 @pytest.mark.parametrize("module", ["lm_head", "up_proj"])
-def test_copies_of_base_modules_come_back(saved: tuple[Path, Path], tmp_path: Path, module: str, path: str) -> None:
+def test_copies_of_base_modules_come_back(
+    saved: tuple[Path, Path], tmp_path: Path, module: str, path: str
+) -> None:
     expected = with_copy(saved, module, 1.5, tmp_path)
     base = AutoModelForCausalLM.from_pretrained(saved[0])
     alone = logits(base)
@@ -348,8 +423,13 @@ def test_copies_of_base_modules_come_back(saved: tuple[Path, Path], tmp_path: Pa
 
 
 def test_two_adapters_have_copies_of_their_own(saved: tuple[Path, Path], tmp_path: Path) -> None:
-    expected = {str(factor): with_copy(saved, "lm_head", factor, tmp_path / str(factor)) for factor in (2, 3)}
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(saved[0]), tmp_path / "2", "2").eval()
+    expected = {
+        str(factor): with_copy(saved, "lm_head", factor, tmp_path / str(factor))
+        for factor in (2, 3)
+    }
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(saved[0]), tmp_path / "2", "2"
+    ).eval()
     model.load_adapter(tmp_path / "3", "3")
     for name in ("3", "2"):
         model.set_adapter(name)
@@ -365,7 +445,11 @@ def test_weights_that_come_after_the_config_are_refused_too(
     saved: tuple[Path, Path], adapter: Path, fault: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the Hub the config arrives first, and the adapter is injected before its weights are there."""
-    damage = WEIGHT_FAULTS[fault][0] if fault in WEIGHT_FAULTS else lambda folder: (folder / WEIGHTS_NAME).unlink()
+    damage = (
+        WEIGHT_FAULTS[fault][0]
+        if fault in WEIGHT_FAULTS
+        else lambda folder: (folder / WEIGHTS_NAME).unlink()
+    )
     damage(adapter)
     monkeypatch.setattr("hf_depthroute.adapter.loading.check_folder", lambda folder, config: None)
     base = AutoModelForCausalLM.from_pretrained(saved[0])
@@ -378,7 +462,9 @@ def test_weights_that_come_after_the_config_are_refused_too(
         assert not any(isinstance(module, Routing) for module in base.modules())
         assert torch.equal(logits(base), expected)
     else:
-        assert all(set(m.depth_route_gate) == {"first"} for m in base.modules() if isinstance(m, Routing))
+        assert all(
+            set(m.depth_route_gate) == {"first"} for m in base.modules() if isinstance(m, Routing)
+        )
 
 
 @pytest.mark.parametrize("fault", CONFIG_FAULTS)
@@ -393,7 +479,9 @@ def test_a_hostile_config_costs_no_time(adapter: Path, fault: str) -> None:
     assert min(times) < 0.1
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in SEEN_BY_THE_MODEL_ALONE])
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault not in SEEN_BY_THE_MODEL_ALONE]
+)
 def test_doctor_names_it(
     saved: tuple[Path, Path], adapter: Path, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -406,16 +494,26 @@ def test_doctor_names_it(
     assert "Traceback" not in out + err
 
 
-def test_doctor_describes_a_whole_adapter(saved: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_describes_a_whole_adapter(
+    saved: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["doctor", str(saved[1])])
     out = capsys.readouterr().out
     assert caught.value.code == 0
     assert all(line.startswith("ok ") for line in out.splitlines())
-    assert "layers [1, 2, 3]" in out and "all finite" in out and "sha256:" in out and "model_type llama" in out
+    assert (
+        "layers [1, 2, 3]" in out
+        and "all finite" in out
+        and "sha256:" in out
+        and "model_type llama" in out
+    )
 
 
-@given(data=st.binary(max_size=600), head=st.sampled_from([b"", b'{"peft_type": "DEPTH_ROUTE", ', b"[", b'{"a": ']))
+@given(
+    data=st.binary(max_size=600),
+    head=st.sampled_from([b"", b'{"peft_type": "DEPTH_ROUTE", ', b"[", b'{"a": ']),
+)
 def test_any_bytes_are_a_config_or_refused(data: bytes, head: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, CONFIG_NAME)
@@ -448,8 +546,12 @@ def test_other_methods_configs_are_read_as_before(tmp_path: Path) -> None:
 # The base -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["PeftModel.from_pretrained", "model.load_adapter", "PeftModel.load_adapter"])
-def test_another_base_of_the_same_shape_needs_the_callers_word(saved: tuple[Path, Path], path: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["PeftModel.from_pretrained", "model.load_adapter", "PeftModel.load_adapter"]
+)
+def test_another_base_of_the_same_shape_needs_the_callers_word(
+    saved: tuple[Path, Path], path: str
+) -> None:
     other = build_base("llama", seed=5)
     names = list(other.state_dict())
     with pytest.raises(AdapterMismatchError, match="sampled weights differ"):
@@ -467,7 +569,9 @@ def test_an_allowed_mismatch_still_needs_the_architecture(saved: tuple[Path, Pat
         PeftModel.from_pretrained(build_base("qwen2"), saved[1])
 
 
-def test_an_adapter_saved_on_an_allowed_base_belongs_to_it(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_adapter_saved_on_an_allowed_base_belongs_to_it(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
     with allow_base_mismatch():
         PeftModel.from_pretrained(build_base("llama", seed=5), saved[1]).save_pretrained(tmp_path)
     PeftModel.from_pretrained(build_base("llama", seed=5), tmp_path)
@@ -475,18 +579,24 @@ def test_an_adapter_saved_on_an_allowed_base_belongs_to_it(saved: tuple[Path, Pa
         PeftModel.from_pretrained(build_base("llama"), tmp_path)
 
 
-def test_an_adapter_belongs_to_the_base_it_was_trained_with(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_adapter_belongs_to_the_base_it_was_trained_with(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
     model = PeftModel.from_pretrained(build_base("llama"), saved[1])
     with torch.no_grad():
         for layer in decoder_layers(model):
             layer.mlp.up_proj.weight.mul_(1.5)
     model.save_pretrained(tmp_path)
-    with pytest.raises(AdapterMismatchError, match=r"3 of 28 sampled weights differ, such as layers\.0\.mlp"):
+    with pytest.raises(
+        AdapterMismatchError, match=r"3 of 28 sampled weights differ, such as layers\.0\.mlp"
+    ):
         PeftModel.from_pretrained(build_base("llama"), tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_base_in_another_dtype_is_the_same_base(saved: tuple[Path, Path], dtype: torch.dtype) -> None:
+def test_the_base_in_another_dtype_is_the_same_base(
+    saved: tuple[Path, Path], dtype: torch.dtype
+) -> None:
     PeftModel.from_pretrained(build_base("llama").to(dtype), saved[1])
 
 
@@ -499,7 +609,9 @@ def test_a_piece_of_a_weight_that_fsdp_holds_is_not_its_sample() -> None:
 
 
 def test_a_base_with_lora_on_it_is_the_same_base(saved: tuple[Path, Path]) -> None:
-    lora = peft.get_peft_model(build_base("llama"), peft.LoraConfig(target_modules=["q_proj", "down_proj"]), "lora")
+    lora = peft.get_peft_model(
+        build_base("llama"), peft.LoraConfig(target_modules=["q_proj", "down_proj"]), "lora"
+    )
     lora.base_model.model.load_adapter(saved[1], adapter_name="router")
 
 
@@ -507,7 +619,15 @@ def test_the_commands_ask_for_the_callers_word(
     saved: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build_base("llama", seed=5).save_pretrained(tmp_path / "other")
-    command = ["bench", "--adapter", str(saved[1]), "--model", str(tmp_path / "other"), "--cases", "prefill"]
+    command = [
+        "bench",
+        "--adapter",
+        str(saved[1]),
+        "--model",
+        str(tmp_path / "other"),
+        "--cases",
+        "prefill",
+    ]
     command += ["--length", "8", "--repeats", "1", "--decode-steps", "0"]
     with pytest.raises(SystemExit) as caught:
         main(command)

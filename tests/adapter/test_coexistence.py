@@ -9,7 +9,12 @@ import peft
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
+from accelerate.hooks import (
+    ModelHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
 from accelerate.utils import compare_versions
 from models import (
     DEPTH,
@@ -31,7 +36,9 @@ from hf_depthroute.base.families import find_decoder, find_family
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing.stack import routings_of
 
-every_model = pytest.mark.parametrize(("family", "gate"), [(f, g) for f in FAMILY_NAMES for g in GATES])
+every_model = pytest.mark.parametrize(
+    ("family", "gate"), [(f, g) for f in FAMILY_NAMES for g in GATES]
+)
 every_family = pytest.mark.parametrize("family", FAMILY_NAMES)
 LORA_TARGETS = {"gpt2": ["c_attn"]}
 
@@ -39,7 +46,10 @@ LORA_TARGETS = {"gpt2": ["c_attn"]}
 def lora_config(family: str) -> LoraConfig:
     targets = LORA_TARGETS.get(family, ["q_proj"])
     return LoraConfig(
-        target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2"
+        target_modules=targets,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=family == "gpt2",
     )
 
 
@@ -47,7 +57,9 @@ def lora_config(family: str) -> LoraConfig:
 def test_name_taken_by_lora_is_refused_with_advice(family: str) -> None:
     model = peft.get_peft_model(build_base(family), lora_config(family))
     expected = logits(model.eval())
-    with pytest.raises(ConfigError, match=r"'default' is taken by a lora adapter.*adapter_name='router'"):
+    with pytest.raises(
+        ConfigError, match=r"'default' is taken by a lora adapter.*adapter_name='router'"
+    ):
         get_depth_routed_model(model.base_model.model, DepthRouteConfig())
     assert torch.equal(logits(model), expected)
 
@@ -65,7 +77,9 @@ def attach(model: Any, how: str) -> None:
         peft.inject_adapter_in_model(config, base, adapter_name="default")
 
 
-@pytest.mark.parametrize("how", ["get_peft_model", "around the PeftModel", "add_adapter", "inject_adapter_in_model"])
+@pytest.mark.parametrize(
+    "how", ["get_peft_model", "around the PeftModel", "add_adapter", "inject_adapter_in_model"]
+)
 def test_name_taken_by_the_routed_adapter_is_refused_with_advice(how: str, tmp_path: Path) -> None:
     model = build_routed("llama")
     expected = logits(model)
@@ -75,19 +89,27 @@ def test_name_taken_by_the_routed_adapter_is_refused_with_advice(how: str, tmp_p
     assert not any("lora" in name for name, _ in model.named_parameters())
     assert torch.equal(logits(model), expected)
     model.save_pretrained(tmp_path)
-    assert torch.equal(logits(PeftModel.from_pretrained(build_base("llama"), tmp_path).eval()), expected)
+    assert torch.equal(
+        logits(PeftModel.from_pretrained(build_base("llama"), tmp_path).eval()), expected
+    )
 
 
 def test_refused_name_says_which_to_take() -> None:
     model = build_routed("llama")
-    with pytest.raises(ConfigError, match=r"'default' is taken by the depth-routed adapter.*adapter_name='tuned'"):
+    with pytest.raises(
+        ConfigError, match=r"'default' is taken by the depth-routed adapter.*adapter_name='tuned'"
+    ):
         attach(model, "get_peft_model")
-    assert set(peft.get_peft_model(model.get_base_model(), lora_config("llama"), "tuned").peft_config) >= {"tuned"}
+    assert set(
+        peft.get_peft_model(model.get_base_model(), lora_config("llama"), "tuned").peft_config
+    ) >= {"tuned"}
 
 
 def test_config_of_another_method_is_a_type_error() -> None:
     base = build_base("llama")
-    with pytest.raises(TypeError, match=r"takes a DepthRouteConfig, not LoraConfig; peft\.get_peft_model is for"):
+    with pytest.raises(
+        TypeError, match=r"takes a DepthRouteConfig, not LoraConfig; peft\.get_peft_model is for"
+    ):
         get_depth_routed_model(base, lora_config("llama"))
     assert not hasattr(base, "peft_config")
 
@@ -107,7 +129,11 @@ def test_lora_on_top_reaches_routed_layers_and_can_be_merged(family: str) -> Non
     plain = logits(model)
     target = LORA_TARGETS.get(family, ["q_proj"])[0]
     lora = peft.get_peft_model(model.base_model.model, lora_config(family)).eval()
-    reached = {name.split(".routing")[0] for name, _ in lora.named_modules() if name.endswith(f"{target}.lora_A")}
+    reached = {
+        name.split(".routing")[0]
+        for name, _ in lora.named_modules()
+        if name.endswith(f"{target}.lora_A")
+    }
     assert len(reached) == DEPTH
     both = logits(lora)
     assert not torch.equal(both, plain)
@@ -121,7 +147,9 @@ def test_lora_on_top_reaches_routed_layers_and_can_be_merged(family: str) -> Non
 @every_family
 def test_switching_lora_does_not_switch_routing_off(family: str) -> None:
     model = routed(build_base(family), adapter_name="depth_route")
-    lora = peft.get_peft_model(model.base_model.model, lora_config(family), adapter_name="lora").eval()
+    lora = peft.get_peft_model(
+        model.base_model.model, lora_config(family), adapter_name="lora"
+    ).eval()
     lora.add_adapter("other", lora_config(family))
     lora.set_adapter("lora")
     with record_routes(lora) as trace:
@@ -136,7 +164,9 @@ def test_switching_lora_does_not_switch_routing_off(family: str) -> None:
 
 def lora_with_head() -> tuple[PeftModel, torch.Tensor]:
     """LoRA that has changed its copy of the head, and its logits."""
-    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
     lora = peft.get_peft_model(build_base("llama"), config, adapter_name="tuned").eval()
     with torch.no_grad():
         lora.base_model.model.lm_head.modules_to_save["tuned"].weight.mul_(1.5)
@@ -146,7 +176,9 @@ def lora_with_head() -> tuple[PeftModel, torch.Tensor]:
 def test_loras_copies_of_base_modules_go_on_below_a_router() -> None:
     lora, expected = lora_with_head()
     head = lora.base_model.model.lm_head.modules_to_save["tuned"].weight
-    model = get_depth_routed_model(lora.get_base_model(), DepthRouteConfig(budget=1.0), adapter_name="router").eval()
+    model = get_depth_routed_model(
+        lora.get_base_model(), DepthRouteConfig(budget=1.0), adapter_name="router"
+    ).eval()
     assert head.requires_grad and torch.equal(logits(model), expected)
     model.add_adapter("second", DepthRouteConfig(budget=1.0, layers=[0]))
     for name in ("second", "router"):
@@ -158,8 +190,12 @@ def test_loras_copies_of_base_modules_go_on_below_a_router() -> None:
 
 def test_loras_copies_of_base_modules_go_on_above_a_router() -> None:
     expected = lora_with_head()[1]
-    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(budget=1.0), adapter_name="router").eval()
-    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model = get_depth_routed_model(
+        build_base("llama"), DepthRouteConfig(budget=1.0), adapter_name="router"
+    ).eval()
+    config = LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
     lora = peft.get_peft_model(model.get_base_model(), config, adapter_name="tuned").eval()
     with torch.no_grad():
         lora.base_model.model.lm_head.modules_to_save["tuned"].weight.mul_(1.5)
@@ -170,7 +206,9 @@ def test_loras_copies_of_base_modules_go_on_above_a_router() -> None:
 def test_a_routers_copies_of_base_modules_are_refused_beside_lora(tmp_path: Path) -> None:
     config = DepthRouteConfig(modules_to_save=["lm_head"])
     lora, expected = lora_with_head()
-    with pytest.raises(ConfigError, match=r"modules_to_save=\['lm_head'\].* next to a lora adapter"):
+    with pytest.raises(
+        ConfigError, match=r"modules_to_save=\['lm_head'\].* next to a lora adapter"
+    ):
         get_depth_routed_model(lora.get_base_model(), config, adapter_name="router")
     assert torch.equal(logits(lora), expected)
     model = routed(build_base("llama"), adapter_name="router", modules_to_save=["lm_head"])
@@ -180,7 +218,9 @@ def test_a_routers_copies_of_base_modules_are_refused_beside_lora(tmp_path: Path
     assert torch.equal(logits(model), expected)
     model.save_pretrained(tmp_path)
     merged = lora.merge_and_unload()
-    assert torch.equal(logits(get_depth_routed_model(merged, config, adapter_name="router")), logits(merged))
+    assert torch.equal(
+        logits(get_depth_routed_model(merged, config, adapter_name="router")), logits(merged)
+    )
 
 
 @every_model
@@ -292,13 +332,16 @@ def test_device_map_while_loading(family: str, tmp_path: Path) -> None:
         pytest.param(
             "disk",
             marks=pytest.mark.skipif(
-                compare_versions("accelerate", "<", "1.15"), reason="accelerate before 1.15 wants a part in memory"
+                compare_versions("accelerate", "<", "1.15"),
+                reason="accelerate before 1.15 wants a part in memory",
             ),
         ),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2", "olmoe"])
-def test_an_adapter_goes_onto_a_base_that_does_not_fit(family: str, place: str, tmp_path: Path) -> None:
+def test_an_adapter_goes_onto_a_base_that_does_not_fit(
+    family: str, place: str, tmp_path: Path
+) -> None:
     """`device_map` with too little memory, so layers are on disk; by PEFT's path and by transformers'."""
     build_base(family).save_pretrained(tmp_path / "base")
     model = routed(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
@@ -309,7 +352,9 @@ def test_an_adapter_goes_onto_a_base_that_does_not_fit(family: str, place: str, 
     how: dict[str, Any] = {"device_map": {"": "disk"}}
     if place == "auto":
         how = {"device_map": "auto", "max_memory": {"cpu": int(0.6 * size)}}
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", offload_folder=tmp_path / "one", **how)
+    base = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", offload_folder=tmp_path / "one", **how
+    )
     spread = base.hf_device_map
     assert "disk" in spread.values()
     base_logits = logits(base)
@@ -320,7 +365,9 @@ def test_an_adapter_goes_onto_a_base_that_does_not_fit(family: str, place: str, 
     assert torch.equal(logits(loaded), expected)
     assert base.hf_device_map is spread
     assert torch.equal(logits(loaded.unload()), base_logits)
-    auto = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", offload_folder=tmp_path / "two", **how)
+    auto = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "adapter", offload_folder=tmp_path / "two", **how
+    )
     assert torch.equal(logits(auto), expected)
 
 

@@ -21,7 +21,9 @@ from hf_depthroute.adapter.base_check import BaseDiffersWarning
 from hf_depthroute.adapter.files import AdapterMismatchError
 
 GgufConfig = getattr(transformers, "GgufConfig", None)
-pytestmark = pytest.mark.skipif(GgufConfig is None, reason="this transformers does not say what a GGUF base is")
+pytestmark = pytest.mark.skipif(
+    GgufConfig is None, reason="this transformers does not say what a GGUF base is"
+)
 
 
 def as_from_gguf(model: Any, levels: int = 15) -> Any:
@@ -54,7 +56,9 @@ def test_an_adapter_of_one_loads_on_the_other_and_says_how_far_they_are_apart(
     gguf, original = as_from_gguf(build_base("llama")), build_base("llama")
     made_on, other = (gguf, original) if made_on_gguf else (original, gguf)
     routed(made_on).save_pretrained(tmp_path)
-    with pytest.warns(BaseDiffersWarning, match=r"off by \d+\.\d% \(median of \d+ samples\).*tiny\.Q4_1\.gguf"):
+    with pytest.warns(
+        BaseDiffersWarning, match=r"off by \d+\.\d% \(median of \d+ samples\).*tiny\.Q4_1\.gguf"
+    ):
         PeftModel.from_pretrained(other, tmp_path)
 
 
@@ -62,7 +66,9 @@ def test_another_model_is_refused_however_it_was_loaded(tmp_path: Path) -> None:
     routed(as_from_gguf(build_base("llama"))).save_pretrained(tmp_path)
     torch.manual_seed(99)
     stranger = transformers.LlamaForCausalLM(build_base("llama").config)
-    with pytest.raises(AdapterMismatchError, match=r"another base model: \d+ of \d+ .*, by \d+% \(median of all\)"):
+    with pytest.raises(
+        AdapterMismatchError, match=r"another base model: \d+ of \d+ .*, by \d+% \(median of all\)"
+    ):
         PeftModel.from_pretrained(as_from_gguf(stranger), tmp_path)
 
 
@@ -78,7 +84,9 @@ def test_a_copy_that_is_no_gguf_file_is_another_base(tmp_path: Path) -> None:
 def files(tmp_path: Path) -> tuple[Path, Path]:
     """A folder that holds nothing but a GGUF file, and an adapter."""
     save_base(tmp_path / "base")
-    routed(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "adapter")
+    routed(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(
+        tmp_path / "adapter"
+    )
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "tiny.gguf").write_bytes(b"GGUF")
     return tmp_path / "files", tmp_path / "adapter"
@@ -90,8 +98,12 @@ def test_the_command_line_names_the_option_that_is_missing(files: tuple[Path, Pa
     ended = run(*generate, folder)
     assert ended.code == 2
     assert ended.error.endswith("has no config.json, but a GGUF file; pass --gguf-file tiny.gguf")
-    assert run(*generate, folder / "tiny.gguf").error.endswith(f"pass --model {folder} --gguf-file tiny.gguf")
-    assert run(*generate, folder, "--gguf-file", "big.gguf").error.endswith(f"is not in {folder}; it has tiny.gguf")
+    assert run(*generate, folder / "tiny.gguf").error.endswith(
+        f"pass --model {folder} --gguf-file tiny.gguf"
+    )
+    assert run(*generate, folder, "--gguf-file", "big.gguf").error.endswith(
+        f"is not in {folder}; it has tiny.gguf"
+    )
     fit = ("fit", "--model", folder, "--dataset", "python-stdlib", "--out", folder / "out")
     assert run(*fit).error.endswith("pass --gguf-file tiny.gguf")
     assert run("train", *fit[1:]).error.endswith("pass --gguf-file tiny.gguf")
@@ -102,7 +114,9 @@ def test_the_command_line_names_the_package_that_is_missing(
 ) -> None:
     folder, adapter = files
     monkeypatch.setattr("hf_depthroute.cli.gguf.importlib.util.find_spec", lambda name: None)
-    ended = run("generate", adapter, "--prompt", "the cat", "--model", folder, "--gguf-file", "tiny.gguf")
+    ended = run(
+        "generate", adapter, "--prompt", "the cat", "--model", folder, "--gguf-file", "tiny.gguf"
+    )
     assert ended.code == 2 and ended.error.endswith("install it with: pip install gguf")
 
 
@@ -129,7 +143,9 @@ def asked(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> list[str
 
         monkeypatch.setattr(getattr(transformers, name), "from_pretrained", from_gguf)
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "gguf" or find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: name == "gguf" or find(name, *rest)
+    )
     return seen
 
 
@@ -174,7 +190,11 @@ def write_gguf(path: Path) -> None:
     writer.add_token_merges(["t h", "th e"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    shapes = {"token_embd": (len(words), width), "output": (len(words), width), "output_norm": (width,)}
+    shapes = {
+        "token_embd": (len(words), width),
+        "output": (len(words), width),
+        "output_norm": (width,),
+    }
     for layer in range(layers):
         shapes |= {f"blk.{layer}.attn_{name}": (width, width) for name in ("q", "k", "v", "output")}
         shapes |= {f"blk.{layer}.ffn_{name}": (inner, width) for name in ("gate", "up")}
@@ -183,7 +203,11 @@ def write_gguf(path: Path) -> None:
     draw = np.random.default_rng(0)
     kind = gguf.GGMLQuantizationType.Q4_0
     for name, shape in shapes.items():
-        values = draw.normal(0, 0.2, shape).astype(np.float32) if len(shape) > 1 else np.ones(shape, np.float32)
+        values = (
+            draw.normal(0, 0.2, shape).astype(np.float32)
+            if len(shape) > 1
+            else np.ones(shape, np.float32)
+        )
         if len(shape) > 1:
             writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
@@ -207,7 +231,10 @@ def test_a_file_of_four_bits_is_routed_by_the_command_line(tmp_path: Path) -> No
     saved = json.loads((out / "adapter_config.json").read_text())
     assert saved["base_architecture"]["gguf_file"] == "tiny.Q4_0.gguf"
     assert saved["base_architecture"]["hidden_size"] == 64
-    said = [run("generate", out, *how, "--prompt", "the cat", "--max-new-tokens", "4") for how in ((), base)]
+    said = [
+        run("generate", out, *how, "--prompt", "the cat", "--max-new-tokens", "4")
+        for how in ((), base)
+    ]
     assert [ended.code for ended in said] == [0, 0], said
     assert said[0].out == said[1].out
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file="tiny.Q4_0.gguf")

@@ -31,6 +31,9 @@ def test_a_golden_adapter_is_what_it_was(folder: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     before, after = load_file(folder / WEIGHTS_NAME), load_file(tmp_path / WEIGHTS_NAME)
     assert before.keys() == after.keys()
-    assert all(torch.equal(value, after[name]) and value.dtype == after[name].dtype for name, value in before.items())
+    assert all(
+        torch.equal(value, after[name]) and value.dtype == after[name].dtype
+        for name, value in before.items()
+    )
     old, new = (json.loads((place / CONFIG_NAME).read_text()) for place in (folder, tmp_path))
     assert new | {name: old[name] for name in ("library_version", "peft_version")} == old

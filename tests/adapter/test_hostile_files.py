@@ -24,7 +24,12 @@ from safetensors.torch import load_file, save_file
 
 import hf_depthroute.adapter.loading
 from hf_depthroute import cli
-from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, read_tensors
+from hf_depthroute.adapter.files import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    AdapterMismatchError,
+    read_tensors,
+)
 from hf_depthroute.adapter.loading import match_tensors
 from hf_depthroute.adapter.source import settle
 from hf_depthroute.adapter.tensor_rules import RULES
@@ -37,12 +42,33 @@ from hf_depthroute.files.untrusted import RefusedFileError, nests_deeper, place_
 from hf_depthroute.parts.memory import NgramMemory
 
 SECRET = "the secret of another folder"
-FIELDS = ("arguments", "calibrated_full_ratio", "command", "dataset", "evaluation", "examples", "hyperparameters")
-FIELDS += ("log_history", "seconds", "thresholds", "trainable_parameters", "versions", "weights_hash")
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400)
-KEYS = st.sampled_from(["1", "3", "step", "loss", "rule", "budget", "length", "dataset", "full_ratio", ""])
+FIELDS = (
+    "arguments",
+    "calibrated_full_ratio",
+    "command",
+    "dataset",
+    "evaluation",
+    "examples",
+    "hyperparameters",
+)
+FIELDS += (
+    "log_history",
+    "seconds",
+    "thresholds",
+    "trainable_parameters",
+    "versions",
+    "weights_hash",
+)
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400)
+)
+KEYS = st.sampled_from(
+    ["1", "3", "step", "loss", "rule", "budget", "length", "dataset", "full_ratio", ""]
+)
 JSON = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=8
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
 )
 RECORDS = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5) | JSON
 ROW = {"budget": 1.0, "rule": "dense", "loss": 2.0, "full_ratio": 1.0}
@@ -67,7 +93,11 @@ READMES = st.binary(max_size=60) | st.tuples(
     st.sampled_from(METADATA) | st.text(max_size=30),
     st.sampled_from(["\n---\n", "\n---", "\n--- \n", "\n"]),
     st.sampled_from(
-        ["text", "<!-- hf_depthroute: generated, ab -->\n", "<!-- hf_depthroute: generated, ab -->\nx\n<!-- "]
+        [
+            "text",
+            "<!-- hf_depthroute: generated, ab -->\n",
+            "<!-- hf_depthroute: generated, ab -->\nx\n<!-- ",
+        ]
     ),
     st.sampled_from(["", "<!-- hf_depthroute: end of the generated part -->", "{{ 7*7 }}"]),
 ).map(lambda parts: "".join(parts).encode(errors="surrogatepass"))
@@ -93,7 +123,10 @@ def saved_beside(model: PeftModel, name: str, content: bytes) -> list[str]:
             warnings.simplefilter("always")
             model.save_pretrained(folder)
         config = json.loads((folder / CONFIG_NAME).read_text())
-        assert hf_depthroute.adapter.files.tensors_hash(load_file(folder / WEIGHTS_NAME)) == config["weights_hash"]
+        assert (
+            hf_depthroute.adapter.files.tensors_hash(load_file(folder / WEIGHTS_NAME))
+            == config["weights_hash"]
+        )
         return [str(warning.message) for warning in said if "model card" in str(warning.message)]
 
 
@@ -137,17 +170,32 @@ def test_any_readme_lets_a_save_happen(model: PeftModel, content: bytes) -> None
     assert time.process_time() - began < 5.0
 
 
-DAMAGED = [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a": ' * 50_000, b"null", b"3", b'"x"', b"[1]", b"\x00" * 99]
+DAMAGED = [
+    b"",
+    b"{",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"a": ' * 50_000,
+    b"null",
+    b"3",
+    b'"x"',
+    b"[1]",
+    b"\x00" * 99,
+]
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=lambda content: repr(content[:8]))
-def test_a_damaged_record_is_named_and_the_card_is_written(model: PeftModel, content: bytes) -> None:
+def test_a_damaged_record_is_named_and_the_card_is_written(
+    model: PeftModel, content: bytes
+) -> None:
     (said,) = saved_beside(model, "training.json", content)
     assert said.startswith("left out of the model card: ") and "training.json" in said
 
 
 @pytest.mark.parametrize("name", ["README.md", "training.json"])
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing", "link to itself", "too large"])
+@pytest.mark.parametrize(
+    "kind", ["folder", "pipe", "link to nothing", "link to itself", "too large"]
+)
 def test_what_is_no_file_beside_the_adapter_costs_a_warning(
     model: PeftModel, tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -172,7 +220,10 @@ def test_a_card_that_cannot_be_made_costs_a_warning(
         raise RuntimeError("no card today")
 
     monkeypatch.setattr("hf_depthroute.card.peft_cards.write_card", broken)
-    with pytest.warns(UserWarning, match=rf"{tmp_path / 'README.md'}: the model card was not written: no card today"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"{tmp_path / 'README.md'}: the model card was not written: no card today",
+    ):
         model.save_pretrained(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [CONFIG_NAME, WEIGHTS_NAME]
 
@@ -212,7 +263,9 @@ def test_a_card_shows_nothing_of_a_file_outside_the_folder(
     assert ended.value.code == 4 and "is a link out of its folder" in capsys.readouterr().err
     with pytest.warns(UserWarning, match="is a link out of its folder"):
         model.save_pretrained(adapter)
-    assert not [p for p in adapter.iterdir() if not p.is_symlink() and SECRET.encode() in p.read_bytes()]
+    assert not [
+        p for p in adapter.iterdir() if not p.is_symlink() and SECRET.encode() in p.read_bytes()
+    ]
     assert (adapter / name).is_symlink() and SECRET in secret.read_text()
 
 
@@ -220,15 +273,21 @@ def test_a_card_shows_nothing_of_a_file_outside_the_folder(
 def test_a_push_takes_no_file_from_outside_the_folder(
     adapter: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *args, **kwargs: pytest.fail("was asked"))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.create_repo", lambda *args, **kwargs: pytest.fail("was asked")
+    )
     (adapter / "training.json").write_text("{}")
     (adapter / name).rename(tmp_path / name)
     linked(adapter, name, tmp_path / name)
-    with pytest.raises(AdapterMismatchError, match=f"not sent: .*{name}: is a link out of its folder"):
+    with pytest.raises(
+        AdapterMismatchError, match=f"not sent: .*{name}: is a link out of its folder"
+    ):
         push_folder(adapter, "me/router")
 
 
-def test_links_that_stay_in_the_folder_and_those_of_the_hubs_cache_are_followed(adapter: Path, tmp_path: Path) -> None:
+def test_links_that_stay_in_the_folder_and_those_of_the_hubs_cache_are_followed(
+    adapter: Path, tmp_path: Path
+) -> None:
     (adapter / "README.md").write_text("My words.\n")
     repository = tmp_path / "cache" / "models--me--router"
     snapshot, blobs = repository / "snapshots" / "abc", repository / "blobs"
@@ -268,14 +327,20 @@ TOKENS = (
 
 
 @pytest.mark.parametrize("token", TOKENS)
-@pytest.mark.parametrize("around", ["{}", "https://me:{}@host/x", "Authorization: Bearer {}\n", "token='{}',", "x_{}"])
+@pytest.mark.parametrize(
+    "around", ["{}", "https://me:{}@host/x", "Authorization: Bearer {}\n", "token='{}',", "x_{}"]
+)
 def test_every_form_of_token_is_masked(token: str, around: str) -> None:
     shown = without_tokens(around.format(token))
-    assert not [part for part in token.split("_")[-1].split(".") if part in shown] and "***" in shown
+    assert (
+        not [part for part in token.split("_")[-1].split(".") if part in shown] and "***" in shown
+    )
 
 
 def test_what_is_no_token_is_shown() -> None:
-    text = "hf_depthroute hf_oauth_short api_org_key https://huggingface.co/hf-internal-testing/tiny"
+    text = (
+        "hf_depthroute hf_oauth_short api_org_key https://huggingface.co/hf-internal-testing/tiny"
+    )
     assert without_tokens(text) == text
 
 
@@ -290,24 +355,34 @@ def late(config: dict[str, Any], filler: str) -> str:
 
 LARGE = {
     "many lists": lambda c: late(c, "[" + "[1]," * 3_000_000 + "1]"),
-    "deep after 1 MiB": lambda c: late(c, '"' + "a" * (1 << 20) + '", "y": ' + "[" * 100_000 + "]" * 100_000),
+    "deep after 1 MiB": lambda c: late(
+        c, '"' + "a" * (1 << 20) + '", "y": ' + "[" * 100_000 + "]" * 100_000
+    ),
     "deep, spelt with an escape": lambda c: late(
         c, '"' + "a" * (1 << 20) + '", "y": ' + "[" * 100_000 + "]" * 100_000
     ).replace('"peft_type"', '"peft_typ\\u0065"'),
     "deep, without a method": lambda c: "[" * 100_000 + "]" * 100_000,
-    "deep behind brackets in a string": lambda c: late(c, '"' + "]" * 5000 + '", "y": ' + "[" * 5000 + "]" * 5000),
+    "deep behind brackets in a string": lambda c: late(
+        c, '"' + "]" * 5000 + '", "y": ' + "[" * 5000 + "]" * 5000
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_config_out_of_bounds_reaches_no_parser(adapter: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_out_of_bounds_reaches_no_parser(
+    adapter: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = adapter / CONFIG_NAME
     path.write_text(LARGE[name](json.loads(path.read_text())))
     parsed: list[int] = []
-    monkeypatch.setattr(json.JSONDecoder, "raw_decode", lambda self, text, *a, **k: parsed.append(len(text)))
+    monkeypatch.setattr(
+        json.JSONDecoder, "raw_decode", lambda self, text, *a, **k: parsed.append(len(text))
+    )
     began = time.process_time()
     for read in (PeftConfig.from_pretrained, PeftConfig._get_peft_type):
-        with pytest.raises(AdapterMismatchError, match=r"larger than 1,048,576 bytes|nested more than 8 deep"):
+        with pytest.raises(
+            AdapterMismatchError, match=r"larger than 1,048,576 bytes|nested more than 8 deep"
+        ):
             read(str(adapter))
     assert parsed == [] and time.process_time() - began < 2.0
 
@@ -325,12 +400,16 @@ HIDDEN = {
 def test_a_method_that_is_hidden_behind_another_is_found(adapter: Path, name: str) -> None:
     path = adapter / CONFIG_NAME
     path.write_text(path.read_text().replace('"peft_type": "DEPTH_ROUTE"', HIDDEN[name]))
-    with pytest.raises(AdapterMismatchError, match=r"larger than 1,048,576 bytes|'peft_type' is there twice"):
+    with pytest.raises(
+        AdapterMismatchError, match=r"larger than 1,048,576 bytes|'peft_type' is there twice"
+    ):
         PeftConfig.from_pretrained(str(adapter))
 
 
 @pytest.mark.parametrize("link", ["stage", "config", "place"])
-def test_a_save_in_another_folder_is_not_finished_through_a_link(adapter: Path, tmp_path: Path, link: str) -> None:
+def test_a_save_in_another_folder_is_not_finished_through_a_link(
+    adapter: Path, tmp_path: Path, link: str
+) -> None:
     victim, hostile = Path(shutil.copytree(adapter, tmp_path / "victim")), tmp_path / "hostile"
     content = {file.name: file.read_bytes() for file in victim.iterdir()}
     if link == "place":  # a config of the stranger's for the victim's weights
@@ -353,21 +432,27 @@ def test_a_save_in_another_folder_is_not_finished_through_a_link(adapter: Path, 
 
 def test_a_link_to_itself_costs_no_load(adapter: Path) -> None:
     (adapter / ".saving-x" / "named").mkdir(parents=True)
-    (adapter / ".saving-x" / "named" / CONFIG_NAME).write_bytes((adapter / CONFIG_NAME).read_bytes())
+    (adapter / ".saving-x" / "named" / CONFIG_NAME).write_bytes(
+        (adapter / CONFIG_NAME).read_bytes()
+    )
     (adapter / "named").symlink_to("named")
     settle(adapter)
 
 
 def test_large_configs_of_other_methods_are_pefts(tmp_path: Path) -> None:
-    LoraConfig(target_modules=[f"model.layers.{number}.a_long_name" for number in range(40_000)]).save_pretrained(
-        tmp_path
-    )
+    LoraConfig(
+        target_modules=[f"model.layers.{number}.a_long_name" for number in range(40_000)]
+    ).save_pretrained(tmp_path)
     assert (tmp_path / CONFIG_NAME).stat().st_size > 1 << 20
     assert len(PeftConfig.from_pretrained(tmp_path).target_modules) == 40_000
 
 
 @settings(max_examples=200, deadline=None)
-@given(value=st.recursive(st.text(alphabet='[]{}"\\x', max_size=6), lambda inner: st.lists(inner, max_size=2)))
+@given(
+    value=st.recursive(
+        st.text(alphabet='[]{}"\\x', max_size=6), lambda inner: st.lists(inner, max_size=2)
+    )
+)
 def test_nesting_is_counted_as_a_parser_would(value: Any) -> None:
     def depth(part: Any) -> int:
         return 1 + max(map(depth, part), default=0) if isinstance(part, list) else 0
@@ -377,7 +462,9 @@ def test_nesting_is_counted_as_a_parser_would(value: Any) -> None:
     assert depth(value) == 0 or nests_deeper(text, depth(value) - 1)
 
 
-@pytest.mark.parametrize("text", ['"' + '\\"' * 300_000, '"' * 300_001, "\\" * 300_000, '"' + "a\\" * 300_000])
+@pytest.mark.parametrize(
+    "text", ['"' + '\\"' * 300_000, '"' * 300_001, "\\" * 300_000, '"' + "a\\" * 300_000]
+)
 def test_nesting_is_counted_in_linear_time(text: str) -> None:
     began = time.process_time()
     assert not nests_deeper(text, 8)
@@ -395,7 +482,9 @@ YAML = {
 @pytest.mark.parametrize("name", YAML)
 def test_yaml_cannot_repeat_a_key_by_merging(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.yaml").write_text(YAML[name])
-    with pytest.raises(YamlError, match=r"merge keys \(<<\) are not supported; write the values out"):
+    with pytest.raises(
+        YamlError, match=r"merge keys \(<<\) are not supported; write the values out"
+    ):
         read_mapping(tmp_path / "config.yaml")
 
 
@@ -407,7 +496,11 @@ def test_yaml_without_an_end_is_refused() -> None:
 def test_every_file_of_yaml_is_read_by_the_strict_reader() -> None:
     package = Path(hf_depthroute.__file__).parent
     readers = re.compile(r"yaml\.(?:safe_|full_|unsafe_)?load|ModelCard\.load|metadata_load")
-    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if readers.search(path.read_text())}
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if readers.search(path.read_text())
+    }
     assert found == {"files/strict_yaml.py"}
 
 
@@ -419,13 +512,19 @@ def with_offsets(path: Path, change: Callable[[list[Any]], None]) -> None:
     data = path.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
-    change(sorted((e for n, e in header.items() if n != "__metadata__"), key=lambda e: e["data_offsets"]))
+    change(
+        sorted(
+            (e for n, e in header.items() if n != "__metadata__"), key=lambda e: e["data_offsets"]
+        )
+    )
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
 
 
 def same_bytes(entries: list[Any]) -> None:
-    alike = next((a, b) for a in entries for b in entries if a is not b and a["shape"] == b["shape"])
+    alike = next(
+        (a, b) for a in entries for b in entries if a is not b and a["shape"] == b["shape"]
+    )
     alike[1]["data_offsets"] = alike[0]["data_offsets"]
 
 
@@ -434,7 +533,9 @@ def one_further(entries: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [same_bytes, one_further])
-def test_tensors_that_share_bytes_are_refused(adapter: Path, change: Callable[[list[Any]], None]) -> None:
+def test_tensors_that_share_bytes_are_refused(
+    adapter: Path, change: Callable[[list[Any]], None]
+) -> None:
     with_offsets(adapter / WEIGHTS_NAME, change)
     base = build_base("llama")
     with pytest.raises(AdapterMismatchError, match="corrupt"):
@@ -460,8 +561,14 @@ RANGES: dict[str, tuple[Change, str]] = {
     "a count that overflows": (put("updates", lambda t: t.fill_(2**63 - 1)), "is a count"),
     "counts of floats": (put("updates", lambda t: t.float() * torch.nan), "is a count"),
     "a table that falls": (put("quantiles.values", lambda t: t.flip(0)), "quantiles ascend"),
-    "a table with a dip": (put("quantiles.values", lambda t: t.index_fill(0, torch.tensor(100), -9)), "ascend"),
-    "a table whose differences are infinite": (put("quantiles.values", lambda t: t.sign() * 3e38), "beyond 1e"),
+    "a table with a dip": (
+        put("quantiles.values", lambda t: t.index_fill(0, torch.tensor(100), -9)),
+        "ascend",
+    ),
+    "a table whose differences are infinite": (
+        put("quantiles.values", lambda t: t.sign() * 3e38),
+        "beyond 1e",
+    ),
     "a table with NaN": (put("quantiles.values", lambda t: t * torch.nan), "not finite"),
     "a controller out of reach": (put("controller.threshold", lambda t: t + 3e38), "beyond 1e"),
     "a controller of NaN": (put("controller.threshold", lambda t: t * torch.nan), "not finite"),
@@ -478,8 +585,13 @@ def with_every_buffer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_every_number_of_an_adapter_has_a_range(name: str, with_every_buffer: Path, tmp_path: Path) -> None:
-    folder, (change, said) = Path(shutil.copytree(with_every_buffer, tmp_path / "adapter")), RANGES[name]
+def test_every_number_of_an_adapter_has_a_range(
+    name: str, with_every_buffer: Path, tmp_path: Path
+) -> None:
+    folder, (change, said) = (
+        Path(shutil.copytree(with_every_buffer, tmp_path / "adapter")),
+        RANGES[name],
+    )
     tensors = load_file(folder / WEIGHTS_NAME)
     change(tensors)
     save_file(tensors, folder / WEIGHTS_NAME)
@@ -521,7 +633,9 @@ def many_tensors(folder: Path, layer: int, count: int) -> None:
 def test_a_file_of_many_tensors_is_refused_by_its_header(adapter: Path, count: int) -> None:
     many_tensors(adapter, 1, count)
     began = time.process_time()
-    with pytest.raises(AdapterMismatchError, match=r"more than 256 tensors of layer 1|its header says that it has"):
+    with pytest.raises(
+        AdapterMismatchError, match=r"more than 256 tensors of layer 1|its header says that it has"
+    ):
         PeftModel.from_pretrained(build_base("llama"), adapter)
     assert time.process_time() - began < 3.0
 
@@ -531,26 +645,40 @@ def test_a_file_of_many_tensors_is_refused_by_its_header(adapter: Path, count: i
 def test_no_room_is_made_for_a_table_that_its_file_lacks(
     adapter: Path, missing: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"branch": "memory", "memory_slots": 1 << 22, "memory_width": 32, "memory_heads": 1, "ngram_order": 2}
+    sizes = {
+        "branch": "memory",
+        "memory_slots": 1 << 22,
+        "memory_width": 32,
+        "memory_heads": 1,
+        "ngram_order": 2,
+    }
     config = json.loads((adapter / CONFIG_NAME).read_text()) | {"weights_hash": None, **sizes}
     config |= {"layers": "last:3"} if missing == "layers" else {}
     (adapter / CONFIG_NAME).write_text(json.dumps(config))
     if missing == "file":
         (adapter / WEIGHTS_NAME).unlink()
-    monkeypatch.setattr(NgramMemory, "__init__", lambda *args: pytest.fail("a table of 512 MiB was made"))
+    monkeypatch.setattr(
+        NgramMemory, "__init__", lambda *args: pytest.fail("a table of 512 MiB was made")
+    )
     base = build_base("llama")
-    with pytest.raises(AdapterMismatchError, match=r"table of layer 1 is missing|is missing; copy|list its layers"):
+    with pytest.raises(
+        AdapterMismatchError, match=r"table of layer 1 is missing|is missing; copy|list its layers"
+    ):
         if way == "transformers":
             base.load_adapter(str(adapter))
         elif way == "PEFT":
             PeftModel.from_pretrained(base, adapter)
         else:
             PeftModel.from_pretrained(base, adapter, config=DepthRouteConfig(**config))
-    assert not hasattr(base, "peft_config") and not any("routing" in name for name, _ in base.named_modules())
+    assert not hasattr(base, "peft_config") and not any(
+        "routing" in name for name, _ in base.named_modules()
+    )
 
 
 @pytest.fixture
-def swapped(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Path], None]], None]]:
+def swapped(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Callable[[Path], None]], None]]:
     """`swapped(change)` changes the weights right after they have been checked."""
 
     def arm(change: Callable[[Path], None]) -> None:
@@ -576,7 +704,9 @@ def a_pickle(folder: Path) -> None:
         (folder / WEIGHTS_NAME).unlink()
 
 
-@pytest.mark.parametrize(("change", "said"), [(other_weights, "not those that|another save"), (a_pickle, "pickle")])
+@pytest.mark.parametrize(
+    ("change", "said"), [(other_weights, "not those that|another save"), (a_pickle, "pickle")]
+)
 def test_weights_that_are_exchanged_after_the_check_are_checked_again(
     adapter: Path, swapped: Any, change: Callable[[Path], None], said: str
 ) -> None:
@@ -587,7 +717,9 @@ def test_weights_that_are_exchanged_after_the_check_are_checked_again(
     assert not hasattr(base, "peft_config")
 
 
-def test_transformers_loads_the_bytes_that_were_checked(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_loads_the_bytes_that_were_checked(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would read the file again."""
     expected = logits(PeftModel.from_pretrained(build_base("llama"), adapter).eval())
     real = hf_depthroute.adapter.loading.match_tensors

@@ -51,7 +51,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
             )
             assert ended.returncode == 0, ended.stderr[-3000:]
             printed += ended.stdout + ended.stderr
-    written = {step: json.loads((folder / f"{step}.json").read_text()) for step in ("push", "load", "without")}
+    written = {
+        step: json.loads((folder / f"{step}.json").read_text())
+        for step in ("push", "load", "without")
+    }
     return Story(**written, printed=printed, hub=hub)
 
 
@@ -68,14 +71,22 @@ def test_a_push_makes_a_private_repository_and_sends_weights_by_lfs(story: Story
     repository = story.hub.repositories["me/router"]
     assert repository.private
     files = set(repository.commits[repository.find("main")])
-    assert files == {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert files == {
+        ".gitattributes",
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     for request in ("POST /api/repos/create", "POST /me/router.git/info/lfs/objects/batch"):
         assert request in story.hub.requests
     assert any(request.startswith("PUT /lfs/") for request in story.hub.requests)
 
 
 def test_scores_on_benchmarks_are_sent_with_the_card_and_go_with_it(story: Story) -> None:
-    for name, files in (("me/measured", [".eval_results/depth_routing_gsm8k_budget_0.5.yaml"]), ("me/remeasured", [])):
+    for name, files in (
+        ("me/measured", [".eval_results/depth_routing_gsm8k_budget_0.5.yaml"]),
+        ("me/remeasured", []),
+    ):
         repository = story.hub.repositories[name]
         held = repository.commits[repository.find("main")]
         assert [file for file in held if file.startswith(".eval_results/")] == files
@@ -103,7 +114,9 @@ def test_the_card_is_there_and_valid(story: Story) -> None:
     assert 'adapter = "me/router"' in card.text
     assert "Last log entry, step 4" in card.text
     if story.load["errors"]["card"] is None:
-        pytest.skip("this version of huggingface_hub asks huggingface.co alone whether a card is valid")
+        pytest.skip(
+            "this version of huggingface_hub asks huggingface.co alone whether a card is valid"
+        )
     assert "Validation error" not in story.load["errors"]["card"]
     assert story.load["errors"]["card"].startswith("ValueError")  # and the Hub would have said so
 
@@ -170,20 +183,37 @@ def test_a_repository_without_an_adapter_says_so(story: Story) -> None:
 def test_the_libraries_name_what_is_missing(story: Story) -> None:
     said = story.load["errors"]
     for kind in ("repository", "revision", "file", "gated"):
-        assert "Can't find 'adapter_config.json'" in said[kind] or "gated" in said[kind].lower(), said[kind]
+        assert "Can't find 'adapter_config.json'" in said[kind] or "gated" in said[kind].lower(), (
+            said[kind]
+        )
     assert "403" in story.push["foreign"]
 
 
 def test_python_says_what_the_command_line_says(story: Story) -> None:
     """In one line, whatever the Hub's client raised, for a push and for the lookup of a base."""
     said = story.load["errors"]
-    assert story.push["foreign"].startswith("HubError: repository someone/tiny-llama: the Hub refused the token (403)")
-    assert said["no token"].startswith("HubError: repository me/router: the Hub takes nothing without a token")
-    assert said["no base"].startswith("HubError: model me/absent: neither a local path nor on the Hub (404)")
-    for how, message in (("dead", "the Hub cannot be reached"), ("offline", "HF_HUB_OFFLINE is set")):
+    assert story.push["foreign"].startswith(
+        "HubError: repository someone/tiny-llama: the Hub refused the token (403)"
+    )
+    assert said["no token"].startswith(
+        "HubError: repository me/router: the Hub takes nothing without a token"
+    )
+    assert said["no base"].startswith(
+        "HubError: model me/absent: neither a local path nor on the Hub (404)"
+    )
+    for how, message in (
+        ("dead", "the Hub cannot be reached"),
+        ("offline", "HF_HUB_OFFLINE is set"),
+    ):
         found = story.without[how]["python"]
-        assert found["push"].startswith("HubError: repository me/router: ") and message in found["push"], found
-        assert found["base"].startswith("HubError: model me/never-downloaded: ") and message in found["base"], found
+        assert (
+            found["push"].startswith("HubError: repository me/router: ")
+            and message in found["push"]
+        ), found
+        assert (
+            found["base"].startswith("HubError: model me/never-downloaded: ")
+            and message in found["base"]
+        ), found
         assert all(len(line.splitlines()) == 1 for line in found.values())
 
 
@@ -211,7 +241,9 @@ def test_a_dead_hub_leaves_the_base_as_it_was(story: Story) -> None:
         ("offline", "push", "HF_HUB_OFFLINE is set"),
     ],
 )
-def test_without_the_hub_a_command_ends_with_one_line(how: str, command: str, message: str, story: Story) -> None:
+def test_without_the_hub_a_command_ends_with_one_line(
+    how: str, command: str, message: str, story: Story
+) -> None:
     code, _, err = story.without[how][command]
     assert code == errors.HUB, err
     assert len(err.splitlines()) == 1
@@ -222,6 +254,10 @@ def test_the_token_is_nowhere(story: Story) -> None:
     """Where the server repeats it too; an exception of the Hub's client says what the server said."""
     commands = [story.push["command"], story.load["commands"], story.without]
     written = json.dumps(commands) + story.printed
-    commits = [files for repository in story.hub.repositories.values() for files in repository.commits.values()]
+    commits = [
+        files
+        for repository in story.hub.repositories.values()
+        for files in repository.commits.values()
+    ]
     assert TOKEN not in written
     assert not any(TOKEN.encode() in content for files in commits for content in files.values())

@@ -39,7 +39,13 @@ every_family = pytest.mark.parametrize("family", FAMILY_NAMES)
 def fingerprint(model: Any) -> tuple[Any, ...]:
     """Classes, attribute names, hooks, keys and trainability of every module."""
     modules = [
-        (name, type(module), sorted(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks))
+        (
+            name,
+            type(module),
+            sorted(vars(module)),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+        )
         for name, module in model.named_modules()
     ]
     return modules, list(model.state_dict()), [name for name, _ in model.named_parameters()]
@@ -54,7 +60,11 @@ def test_every_layer_has_the_same_class_under_the_old_name(family: str) -> None:
     assert len({type(layer) for layer in layers}) == 1
     new = type(layers[0])
     assert new is not old and issubclass(new, old)
-    assert (new.__name__, new.__module__, new.__qualname__) == (old.__name__, old.__module__, old.__qualname__)
+    assert (new.__name__, new.__module__, new.__qualname__) == (
+        old.__name__,
+        old.__module__,
+        old.__qualname__,
+    )
     assert [hasattr(layer, "routing") for layer in layers] == [False, True, False, True]
 
 
@@ -161,7 +171,9 @@ def test_bad_adapter_name_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("layers", ["last:9", [4], [0, 7]])
-def test_layers_outside_the_model_are_refused_and_the_base_is_untouched(layers: str | list[int]) -> None:
+def test_layers_outside_the_model_are_refused_and_the_base_is_untouched(
+    layers: str | list[int],
+) -> None:
     base = build_base("llama")
     before = fingerprint(base)
     with pytest.raises(ConfigError, match="layers="):
@@ -180,7 +192,9 @@ def test_refused_second_adapter_leaves_the_first(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("part", ["LowRankBranch", "ScoreQuantiles"])
-def test_an_injection_that_fails_half_way_is_undone(part: str, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_injection_that_fails_half_way_is_undone(
+    part: str, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = build_base("llama")
     model: Any = routed(base, adapter_name="first", layers=[0, 2]) if beside else base
     trains = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
@@ -198,7 +212,9 @@ def test_an_injection_that_fails_half_way_is_undone(part: str, beside: bool, mon
         get_depth_routed_model(base, config, adapter_name="second")
     assert torch.equal(logits(model), expected)
     assert not any(".second." in name for name, _ in model.named_parameters())
-    assert [(name, parameter.requires_grad) for name, parameter in model.named_parameters()] == trains
+    assert [
+        (name, parameter.requires_grad) for name, parameter in model.named_parameters()
+    ] == trains
     if beside:
         assert list(model.peft_config) == ["first"] and model.active_adapters == ["first"]
     else:
@@ -206,7 +222,9 @@ def test_an_injection_that_fails_half_way_is_undone(part: str, beside: bool, mon
     get_depth_routed_model(base, config, adapter_name="second")
 
 
-def test_copies_that_do_not_fit_into_memory_undo_an_injection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_do_not_fit_into_memory_undo_an_injection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     base = build_base("llama")
     before = fingerprint(base)
     monkeypatch.setattr("hf_depthroute.adapter.tuner.copy_modules", lambda *_, **__: 1 / 0)
@@ -239,7 +257,11 @@ def test_merging_points_to_unload(family: str) -> None:
 def test_status_reports_work(family: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = build_routed(family, kind)
     status = model.get_model_status()
-    assert (status.enabled, status.active_adapters, status.merged_adapters) == (True, ["default"], [])
+    assert (status.enabled, status.active_adapters, status.merged_adapters) == (
+        True,
+        ["default"],
+        [],
+    )
     assert status.available_adapters == ["default"]
     assert [layer.name.rsplit(".", 2)[-2] for layer in model.get_layer_status()] == ["1", "2", "3"]
     with model.disable_adapter():

@@ -32,9 +32,19 @@ WORKER = HELPERS / "kill_worker.py"
 def worker(folder: Path, **rounds: int) -> dict[str, dict[str, Any]]:
     """What each kind of damage left, after as many rounds; all in one process, which takes seconds to start."""
     path = os.pathsep.join([str(WORKER.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(WORKER), str(folder), *(str(word) for pair in rounds.items() for word in pair)]
+    command = [
+        sys.executable,
+        str(WORKER),
+        str(folder),
+        *(str(word) for pair in rounds.items() for word in pair),
+    ]
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -56,7 +66,9 @@ def test_a_killed_save_leaves_the_old_adapter_or_the_new_one(tmp_path: Path) -> 
     assert sum(found.values()) == 60
 
 
-def test_a_save_that_dies_at_any_rename_or_sync_leaves_one_of_them(by_day: dict[str, dict[str, Any]]) -> None:
+def test_a_save_that_dies_at_any_rename_or_sync_leaves_one_of_them(
+    by_day: dict[str, dict[str, Any]],
+) -> None:
     found = by_day["renames"]
     assert {found[name] for name in found} == {"old", "new"}
     for name in ("default", "named"):  # weights, config, card; and each of them, and the folders
@@ -70,7 +82,9 @@ def test_two_writers_leave_one_whole_adapter(by_day: dict[str, dict[str, Any]]) 
     assert found.keys() <= {"one", "two"} and sum(found.values()) == 3
 
 
-def test_a_killed_run_resumes_to_the_end_of_an_uninterrupted_one(by_day: dict[str, dict[str, Any]]) -> None:
+def test_a_killed_run_resumes_to_the_end_of_an_uninterrupted_one(
+    by_day: dict[str, dict[str, Any]],
+) -> None:
     found = by_day["checkpoints"]
     assert "different at the end" not in found
     assert found["equal at the end"] >= 1
@@ -84,7 +98,9 @@ def test_runs_killed_at_more_moments_resume_to_the_same_end(tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
-def test_training_over_an_adapter_that_dies_at_any_rename_leaves_one_of_them_and_all_else(tmp_path: Path) -> None:
+def test_training_over_an_adapter_that_dies_at_any_rename_leaves_one_of_them_and_all_else(
+    tmp_path: Path,
+) -> None:
     found = worker(tmp_path, overwrites=30)["overwrites"]
     assert found.pop("ended") == 0
     assert len(found) > 6  # the adapter, the card, the tokenizer and the record
@@ -101,7 +117,12 @@ def test_saving_keeps_what_else_is_there(tmp_path: Path) -> None:
     model = build_routed("llama", "mlp")
     model.save_pretrained(tmp_path)
     assert "My own words." in (tmp_path / "README.md").read_text()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", CONFIG_NAME, WEIGHTS_NAME, "notes.txt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "README.md",
+        CONFIG_NAME,
+        WEIGHTS_NAME,
+        "notes.txt",
+    ]
 
 
 def test_named_adapters_are_sealed_in_their_own_folders(tmp_path: Path) -> None:
@@ -118,7 +139,9 @@ def test_pickles_are_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_a_folder_that_another_process_holds_is_a_lock_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_another_process_holds_is_a_lock_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import fcntl
 
     model = build_routed("llama", "mlp")
@@ -135,7 +158,9 @@ def test_a_folder_that_another_process_holds_is_a_lock_error(tmp_path: Path, mon
     model.save_pretrained(tmp_path)
 
 
-def test_an_error_while_saving_leaves_no_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_saving_leaves_no_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no")
 
@@ -151,17 +176,23 @@ def test_a_full_disk_leaves_the_earlier_adapter(small_disk: Path) -> None:
     model.save_pretrained(folder)
     expected = logits(model)
     other = build_routed("llama", "mlp", gate_hidden=256, branch_rank=2, seed=3)
-    with pytest.raises(OSError, match=r"disk full while saving the adapter: more than [\d,]+ bytes") as caught:
+    with pytest.raises(
+        OSError, match=r"disk full while saving the adapter: more than [\d,]+ bytes"
+    ) as caught:
         other.save_pretrained(folder)
     assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(folder)
     assert "intact" in str(caught.value)
     assert not list(folder.glob(".saving-*"))
-    assert torch.equal(logits(PeftModel.from_pretrained(build_base("llama"), folder).eval()), expected)
+    assert torch.equal(
+        logits(PeftModel.from_pretrained(build_base("llama"), folder).eval()), expected
+    )
 
 
 def test_a_full_disk_names_the_checkpoint_and_the_last_whole_one(small_disk: Path) -> None:
     model = build_routed("llama", "mlp")
-    trainer, _ = make_trainer(model, rows(16), small_disk / "run", save_strategy="steps", save_steps=1)
+    trainer, _ = make_trainer(
+        model, rows(16), small_disk / "run", save_strategy="steps", save_steps=1
+    )
     with pytest.raises(OSError, match=r"disk full while saving .*checkpoint-\d+") as caught:
         trainer.train()
     assert caught.value.errno == errno.ENOSPC
@@ -185,15 +216,21 @@ DAMAGES: dict[str, Any] = {
     "marker of half": lambda c: (c / MARKER).write_text((c / MARKER).read_text()[:40]),
     "empty folder": lambda c: [p.unlink() for p in c.iterdir()],
     "no optimizer": lambda c: (c / "optimizer.pt").unlink(),
-    "half an optimizer": lambda c: (c / "optimizer.pt").write_bytes((c / "optimizer.pt").read_bytes()[:100]),
+    "half an optimizer": lambda c: (c / "optimizer.pt").write_bytes(
+        (c / "optimizer.pt").read_bytes()[:100]
+    ),
     "no state": lambda c: (c / "trainer_state.json").unlink(),
     "no random state": lambda c: (c / "rng_state.pth").unlink(),
     "no weights": lambda c: (c / WEIGHTS_NAME).unlink(),
-    "flipped weights": lambda c: (c / WEIGHTS_NAME).write_bytes((c / WEIGHTS_NAME).read_bytes()[:-1] + b"\x11"),
+    "flipped weights": lambda c: (c / WEIGHTS_NAME).write_bytes(
+        (c / WEIGHTS_NAME).read_bytes()[:-1] + b"\x11"
+    ),
 }
 
 
-@pytest.mark.nightly(unless=lambda damage: damage in ("no marker", "half an optimizer", "flipped weights"))
+@pytest.mark.nightly(
+    unless=lambda damage: damage in ("no marker", "half an optimizer", "flipped weights")
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_and_named(run: Path, damage: str) -> None:
     DAMAGES[damage](run / "checkpoint-3")
@@ -203,7 +240,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(run: Path, damage: str) -
         trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 3
     trainer, _ = make_trainer(build_routed("llama", "mlp"), rows(6), run)
-    with pytest.raises(CheckpointError, match=r"checkpoint-3: cannot be resumed from: .*; resume from checkpoint-2"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-3: cannot be resumed from: .*; resume from checkpoint-2"
+    ):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-3"))
 
 
@@ -211,15 +250,21 @@ def test_a_run_without_a_whole_checkpoint_says_so(run: Path) -> None:
     for checkpoint in run.glob("checkpoint-*"):
         (checkpoint / MARKER).unlink()
     trainer, _ = make_trainer(build_routed("llama", "mlp"), rows(6), run)
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole \(checkpoint-3: it was not saved to the end"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint is whole \(checkpoint-3: it was not saved to the end"
+    ):
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_checkpoints_stay_until_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there: list[list[str]] = []
 
     def look(folder: Path) -> None:
-        there.append(sorted(p.name for p in folder.parent.glob("checkpoint-*") if (p / MARKER).is_file()))
+        there.append(
+            sorted(p.name for p in folder.parent.glob("checkpoint-*") if (p / MARKER).is_file())
+        )
         mark(folder)
 
     mark = hf_depthroute.training.checkpoints.mark_complete
@@ -235,7 +280,12 @@ TIMES = st.lists(st.integers(min_value=-(2**31), max_value=2**33), min_size=5, m
 
 
 @settings(max_examples=30, deadline=None)
-@given(times=TIMES, limit=st.integers(1, 4), best=st.sampled_from([None, 1, 3]), went_back=st.booleans())
+@given(
+    times=TIMES,
+    limit=st.integers(1, 4),
+    best=st.sampled_from([None, 1, 3]),
+    went_back=st.booleans(),
+)
 def test_rotation_goes_by_step_whatever_the_modification_times(
     times: list[int], limit: int, best: int | None, went_back: bool
 ) -> None:
@@ -271,7 +321,9 @@ def test_training_goes_on_from_an_adapter_that_was_loaded(tmp_path: Path) -> Non
     build_routed("llama", "mlp").save_pretrained(tmp_path / "start")
 
     def trainer(folder: Path) -> Any:
-        model = PeftModel.from_pretrained(build_base("llama"), tmp_path / "start", is_trainable=True)
+        model = PeftModel.from_pretrained(
+            build_base("llama"), tmp_path / "start", is_trainable=True
+        )
         return make_trainer(model, rows(6), folder, save_strategy="steps", save_steps=1)[0]
 
     whole = trainer(tmp_path / "run")

@@ -39,7 +39,9 @@ def by_peft(base: Path, adapter: Path, name: str) -> Any:
 
 
 def by_peft_without_memory(base: Path, adapter: Path, name: str) -> Any:
-    return PeftModel.from_pretrained(base_from(base), adapter, adapter_name=name, low_cpu_mem_usage=True)
+    return PeftModel.from_pretrained(
+        base_from(base), adapter, adapter_name=name, low_cpu_mem_usage=True
+    )
 
 
 def by_peft_onto_another_adapter(base: Path, adapter: Path, name: str) -> Any:
@@ -93,7 +95,9 @@ def own_tensors(model: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
         head, mark, tail = key.partition(".routing.")
         group, _, rest = tail.partition(".")
         if mark and rest.startswith(f"{name}."):
-            found[f"{head.removeprefix('base_model.model.')}.{group}.{rest.removeprefix(f'{name}.')}"] = value
+            found[
+                f"{head.removeprefix('base_model.model.')}.{group}.{rest.removeprefix(f'{name}.')}"
+            ] = value
     return found
 
 
@@ -105,7 +109,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[PeftMo
     """
 
     @functools.cache
-    def build(family: str, gate: str, dtype: torch.dtype = torch.float32) -> tuple[PeftModel, Path, Path]:
+    def build(
+        family: str, gate: str, dtype: torch.dtype = torch.float32
+    ) -> tuple[PeftModel, Path, Path]:
         folder = tmp_path_factory.mktemp("saved")
         base, adapter = folder / "base", folder / "adapter"
         build_base(family, dtype=dtype).save_pretrained(base)
@@ -118,7 +124,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[PeftMo
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize(("family", "kind"), [*COVERING, *MEMORIES])
-def test_every_loader_gives_the_same_model(make: Callable[..., Any], family: str, kind: str, loader: str) -> None:
+def test_every_loader_gives_the_same_model(
+    make: Callable[..., Any], family: str, kind: str, loader: str
+) -> None:
     model, base, adapter = make(family, kind)
     loaded = LOADERS[loader](base, adapter, "default")
     assert torch.equal(logits(loaded), logits(model))
@@ -130,9 +138,13 @@ def test_every_loader_gives_the_same_model(make: Callable[..., Any], family: str
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("loader", [loader for loader in LOADERS if loader != "AutoModelForCausalLM"])
+@pytest.mark.parametrize(
+    "loader", [loader for loader in LOADERS if loader != "AutoModelForCausalLM"]
+)
 @pytest.mark.parametrize("gate", GATES)
-def test_any_adapter_name_gives_the_same_model(make: Callable[..., Any], gate: str, loader: str, name: str) -> None:
+def test_any_adapter_name_gives_the_same_model(
+    make: Callable[..., Any], gate: str, loader: str, name: str
+) -> None:
     model, base, adapter = make("llama", gate)
     loaded = LOADERS[loader](base, adapter, name)
     assert torch.equal(logits(loaded), logits(model))
@@ -141,7 +153,9 @@ def test_any_adapter_name_gives_the_same_model(make: Callable[..., Any], gate: s
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("gate", GATES)
-def test_every_loader_serves_a_bfloat16_base(make: Callable[..., Any], gate: str, loader: str) -> None:
+def test_every_loader_serves_a_bfloat16_base(
+    make: Callable[..., Any], gate: str, loader: str
+) -> None:
     model, base, adapter = make("llama", gate, torch.bfloat16)
     loaded = LOADERS[loader](base, adapter, "default")
     assert next(loaded.parameters()).dtype == torch.bfloat16
@@ -160,10 +174,18 @@ def test_saving_what_was_loaded_gives_the_same_bytes(
     again = tmp_path / "again"
     by_peft(base, adapter, name).save_pretrained(again)
     saved = again if name == "default" else again / name
-    first, second = load_file(adapter / "adapter_model.safetensors"), load_file(saved / "adapter_model.safetensors")
+    first, second = (
+        load_file(adapter / "adapter_model.safetensors"),
+        load_file(saved / "adapter_model.safetensors"),
+    )
     assert first.keys() == second.keys()
-    assert all(first[key].dtype == second[key].dtype and torch.equal(first[key], second[key]) for key in first)
-    assert not any(f".{name}." in key for key in second if name not in ("gate", "routing", "depth_route"))
+    assert all(
+        first[key].dtype == second[key].dtype and torch.equal(first[key], second[key])
+        for key in first
+    )
+    assert not any(
+        f".{name}." in key for key in second if name not in ("gate", "routing", "depth_route")
+    )
     first_config, second_config = (
         json.loads((folder / "adapter_config.json").read_text()) for folder in (adapter, saved)
     )
@@ -212,7 +234,9 @@ def test_another_process_with_another_seed_loads_the_same_model(tmp_path: Path) 
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
-    subprocess.run([sys.executable, "-c", FRESH_PROCESS, *map(str, models)], check=True, env=environment)
+    subprocess.run(
+        [sys.executable, "-c", FRESH_PROCESS, *map(str, models)], check=True, env=environment
+    )
     for folder, model in models.items():
         found = load_file(folder / "out.safetensors")
         assert torch.equal(found.pop("logits"), logits(model))
@@ -240,7 +264,9 @@ def assert_untouched(base: Any, keys: list[str], expected: torch.Tensor) -> None
     assert torch.equal(logits(base), expected)
 
 
-def test_faulty_second_adapter_leaves_the_first_as_it_was(make: Callable[..., Any], tmp_path: Path) -> None:
+def test_faulty_second_adapter_leaves_the_first_as_it_was(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
     _, base, adapter = make("llama", "mlp")
     model = by_peft(base, adapter, "default")
     expected = logits(model)
@@ -249,7 +275,9 @@ def test_faulty_second_adapter_leaves_the_first_as_it_was(make: Callable[..., An
     tensors = load_file(path)
     del tensors["base_model.model.model.layers.2.routing.depth_route_gate.hidden.weight"]
     save_file(tensors, path)
-    config = json.loads((bad / "adapter_config.json").read_text()) | {"weights_hash": tensors_hash(tensors)}
+    config = json.loads((bad / "adapter_config.json").read_text()) | {
+        "weights_hash": tensors_hash(tensors)
+    }
     (bad / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(AdapterMismatchError, match=r"tensor .* is missing"):
         model.load_adapter(bad, "second")
@@ -262,7 +290,9 @@ def test_faulty_second_adapter_leaves_the_first_as_it_was(make: Callable[..., An
 
 @pytest.mark.parametrize("loader", LOADERS_ONTO_A_BASE)
 @pytest.mark.parametrize("other", ["qwen2", "gpt2"])
-def test_adapter_of_another_base_is_refused(make: Callable[..., Any], other: str, loader: str) -> None:
+def test_adapter_of_another_base_is_refused(
+    make: Callable[..., Any], other: str, loader: str
+) -> None:
     _, _, adapter = make("llama", "mlp")
     base = build_base(other)
     keys, expected = list(base.state_dict()), logits(base)
@@ -271,9 +301,13 @@ def test_adapter_of_another_base_is_refused(make: Callable[..., Any], other: str
     assert_untouched(base, keys, expected)
 
 
-def test_lora_still_loads_through_transformers_onto_a_routed_model(make: Callable[..., Any], tmp_path: Path) -> None:
+def test_lora_still_loads_through_transformers_onto_a_routed_model(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
     _, base, adapter = make("llama", "mlp")
-    lora = peft.get_peft_model(base_from(base), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    lora = peft.get_peft_model(
+        base_from(base), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
     lora.save_pretrained(tmp_path / "lora")
     model = by_transformers(base, adapter, "depth_route")
     before = logits(model)

@@ -19,7 +19,13 @@ from torch import nn
 from training import make_trainer, rows
 from transformers import AutoModelForCausalLM
 
-from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes, set_budget
+from hf_depthroute import (
+    DepthRouteConfig,
+    get_depth_routed_model,
+    record_routes,
+    replay_routes,
+    set_budget,
+)
 from hf_depthroute.config.adapter import ConfigError
 
 FAMILIES = ("llama", "gpt2")
@@ -58,7 +64,9 @@ def both(family: str, order: str = "below", **fields: Any) -> tuple[PeftModel, P
 
 def trainable(model: nn.Module) -> set[str]:
     """Which of base, lora and router has parameters that train."""
-    return {kind_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        kind_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def kind_of(name: str) -> str:
@@ -117,7 +125,8 @@ def test_decoding_over_lora_equals_prefill(family: str, target: str) -> None:
 
 @every_family
 @pytest.mark.parametrize(
-    ("order", "target"), [("below", "ffn"), ("below", "attention"), ("below", "block"), ("on top", "ffn")]
+    ("order", "target"),
+    [("below", "ffn"), ("below", "attention"), ("below", "block"), ("on top", "ffn")],
 )
 def test_joint_training_changes_lora_and_routers_and_not_the_base(
     family: str, order: str, target: str, tmp_path: Path
@@ -131,7 +140,9 @@ def test_joint_training_changes_lora_and_routers_and_not_the_base(
 def test_two_steps_train_one_after_the_other(family: str, tmp_path: Path) -> None:
     lora = with_lora(build_base(family), family)
     lora.set_requires_grad("tuned", False)
-    model = get_depth_routed_model(lora.get_base_model(), DepthRouteConfig(layers=[1, 2]), adapter_name="router")
+    model = get_depth_routed_model(
+        lora.get_base_model(), DepthRouteConfig(layers=[1, 2]), adapter_name="router"
+    )
     lora.set_requires_grad("tuned", False)  # injection lets all adapters of the model train
     assert changed_by_training(model, tmp_path / "router") == {"router"}
     lora.set_requires_grad("tuned", True)
@@ -197,7 +208,9 @@ def test_lora_merges_and_unmerges_in_place(family: str, order: str, target: str)
 
 @every_family
 @every_order
-def test_merged_lora_leaves_a_routed_model_that_can_be_saved(family: str, order: str, tmp_path: Path) -> None:
+def test_merged_lora_leaves_a_routed_model_that_can_be_saved(
+    family: str, order: str, tmp_path: Path
+) -> None:
     lora, model = both(family, order)
     expected = logits(model)
     merged = lora.merge_and_unload()
@@ -253,7 +266,10 @@ def test_add_adapter_of_another_method_names_the_way() -> None:
     """PEFT's own line says that it cannot be done, and not how it is done."""
     lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     routed_model = build_routed("llama")
-    with pytest.raises(ValueError, match=r"add_adapter\('tuned', LoraConfig\).*get_peft_model\(model.get_base_model"):
+    with pytest.raises(
+        ValueError,
+        match=r"add_adapter\('tuned', LoraConfig\).*get_peft_model\(model.get_base_model",
+    ):
         routed_model.add_adapter("tuned", lora)
     get_peft_model(routed_model.get_base_model(), lora, adapter_name="tuned")  # as the line says
     other = get_peft_model(build_base("llama"), lora)

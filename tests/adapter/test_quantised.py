@@ -26,12 +26,18 @@ def _torchao_int8() -> Any:
 
 
 def _bitsandbytes_4bit() -> Any:
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
 
 
 INSTALLED = {
     "torchao_int8": (_torchao_int8, is_torchao_available(), "pip install torchao"),
-    "bitsandbytes_4bit": (_bitsandbytes_4bit, is_bitsandbytes_available(), "pip install bitsandbytes"),
+    "bitsandbytes_4bit": (
+        _bitsandbytes_4bit,
+        is_bitsandbytes_available(),
+        "pip install bitsandbytes",
+    ),
 }
 
 
@@ -41,7 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind, config = CONFIGS["llama"]
     # Bitsandbytes packs blocks of 64 on a CPU.
     sizes = config().to_dict() | {"hidden_size": 64, "head_dim": 16}
-    randomised(kind(type(config())(**sizes)), "sdpa", torch.float32, seed=0).save_pretrained(path / "base")
+    randomised(kind(type(config())(**sizes)), "sdpa", torch.float32, seed=0).save_pretrained(
+        path / "base"
+    )
     return path
 
 
@@ -73,7 +81,9 @@ def test_a_quantised_base_is_routed_and_really_skips(load: Load, kind: str) -> N
         assert torch.equal(logits(model), plain)
     seen: list[int] = []
     layer = decoder_layers(model)[2]
-    layer.mlp.register_forward_hook(lambda module, args, out: seen.append(args[0].shape[:-1].numel()))
+    layer.mlp.register_forward_hook(
+        lambda module, args, out: seen.append(args[0].shape[:-1].numel())
+    )
     with record_routes(model) as trace:
         assert torch.equal(logits(model), expected)
     chosen, every = int(trace[2].mask.sum()), trace[2].mask.numel()
@@ -87,12 +97,18 @@ def test_a_quantised_base_is_routed_and_really_skips(load: Load, kind: str) -> N
     assert torch.equal(text, steps)
 
 
-def test_an_adapter_trains_over_a_quantised_base_and_loads_again(load: Load, tmp_path: Path) -> None:
+def test_an_adapter_trains_over_a_quantised_base_and_loads_again(
+    load: Load, tmp_path: Path
+) -> None:
     model = routed(load(), "jepa").train()
     backward(model, stacked(rows(4, padding=(0, 3))))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
+            assert (
+                parameter.grad is not None
+                and parameter.grad.isfinite().all()
+                and parameter.grad.any()
+            ), name
         else:
             assert parameter.grad is None, name
     model.zero_grad()
@@ -105,7 +121,9 @@ def test_an_adapter_trains_over_a_quantised_base_and_loads_again(load: Load, tmp
     assert torch.equal(logits(again), logits(model.eval()))
 
 
-def test_an_adapter_of_the_whole_base_loads_onto_the_quantised_one(load: Load, folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_the_whole_base_loads_onto_the_quantised_one(
+    load: Load, folder: Path, tmp_path: Path
+) -> None:
     model = routed(AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16))
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(load(), tmp_path).eval()

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from models import CONFIGS, build_base, build_routed, logits, randomised, routed, tokens
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from safetensors.torch import load_file, save_file
 from training import rows
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -48,7 +55,9 @@ def assert_untouched(model: Any, expected: torch.Tensor, folder: Path) -> None:
         ({"branch_rank": 2}, "has shape"),
     ],
 )
-def test_a_refused_reload_leaves_the_adapter_as_it_was(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_refused_reload_leaves_the_adapter_as_it_was(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     routed(build_base("llama"), **fields).save_pretrained(tmp_path / "other")
     model = routed(build_base("llama"), seed=3)
     expected = logits(model)
@@ -71,7 +80,9 @@ def test_a_reload_asks_for_the_base_and_the_hash(tmp_path: Path) -> None:
     model = routed(build_base("llama"))
     model.save_pretrained(tmp_path / "same")
     expected = logits(model)
-    with pytest.raises(AdapterMismatchError, match=r"made for another base model.*sampled weights differ"):
+    with pytest.raises(
+        AdapterMismatchError, match=r"made for another base model.*sampled weights differ"
+    ):
         model.load_adapter(tmp_path / "other base", "default")
     shutil.copy(tmp_path / "other base" / WEIGHTS_NAME, tmp_path / "same")
     with pytest.raises(AdapterMismatchError, match="its hash is not the one there"):
@@ -82,11 +93,16 @@ def test_a_reload_asks_for_the_base_and_the_hash(tmp_path: Path) -> None:
     assert not torch.equal(logits(model), expected)
 
 
-def test_a_reload_is_compared_with_the_hash_of_its_own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reload_is_compared_with_the_hash_of_its_own_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the weights are exchanged after the config was read."""
     model = routed(build_base("llama"))
     model.save_pretrained(tmp_path)
-    save_file({name: value + 1 for name, value in load_file(tmp_path / WEIGHTS_NAME).items()}, tmp_path / WEIGHTS_NAME)
+    save_file(
+        {name: value + 1 for name, value in load_file(tmp_path / WEIGHTS_NAME).items()},
+        tmp_path / WEIGHTS_NAME,
+    )
     monkeypatch.setattr("hf_depthroute.adapter.loading.check_folder", lambda folder, config: None)
     with pytest.raises(AdapterMismatchError, match="not those that the config was saved with"):
         model.load_adapter(tmp_path, "default")
@@ -108,7 +124,9 @@ def test_a_reload_with_another_seed_is_refused_where_it_makes_the_hashes(
 
 
 def test_another_methods_files_are_not_read_into_a_routed_adapter(tmp_path: Path) -> None:
-    get_peft_model(build_base("llama"), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+    get_peft_model(build_base("llama"), LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        tmp_path / "lora"
+    )
     model = routed(build_base("llama"))
     expected = logits(model)
     with pytest.raises(AdapterMismatchError, match="is no depth-routed adapter"):
@@ -140,7 +158,9 @@ def test_native_loading_compares_the_hash(tmp_path: Path, monkeypatch: pytest.Mo
     state = {name: value + 1 for name, value in load_file(tmp_path / WEIGHTS_NAME).items()}
     base = build_base("llama")
     with pytest.raises(AdapterMismatchError, match="not those that the config was saved with"):
-        base.load_adapter(adapter_state_dict=state, peft_config=PeftConfig.from_pretrained(tmp_path))
+        base.load_adapter(
+            adapter_state_dict=state, peft_config=PeftConfig.from_pretrained(tmp_path)
+        )
     assert torch.equal(logits(base), logits(build_base("llama")))
 
 
@@ -172,7 +192,9 @@ def test_an_adapter_of_resized_embeddings_loads(how: str, tmp_path: Path) -> Non
     loaded = PeftModel.from_pretrained(resized(tmp_path / "base"), tmp_path / "adapter")
     assert torch.equal(logits(loaded), logits(model))
     with pytest.warns(UserWarning, match="made with vocab_size 70, this model has 64"):
-        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+        PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+        )
 
 
 def llama(tied: bool) -> Any:
@@ -203,8 +225,12 @@ def test_an_adapter_does_not_depend_on_the_vocabulary(
             model.load_adapter(tmp_path, "default")
         else:
             model = PeftModel.from_pretrained(base, tmp_path)
-    assert any("made with vocab_size 64, this model has" in str(warning.message) for warning in said)
-    torch.testing.assert_close(model.eval()(input_ids=ids).logits[..., : min(rows, 64)], expected, rtol=0, atol=1e-5)
+    assert any(
+        "made with vocab_size 64, this model has" in str(warning.message) for warning in said
+    )
+    torch.testing.assert_close(
+        model.eval()(input_ids=ids).logits[..., : min(rows, 64)], expected, rtol=0, atol=1e-5
+    )
 
 
 def test_a_grown_vocabulary_does_not_let_another_base_in(tmp_path: Path) -> None:
@@ -221,7 +247,9 @@ def test_a_grown_vocabulary_does_not_let_another_base_in(tmp_path: Path) -> None
         PeftModel.from_pretrained(grown, tmp_path)
 
 
-def test_embeddings_that_are_asked_for_are_refused_and_the_earlier_save_stays(tmp_path: Path) -> None:
+def test_embeddings_that_are_asked_for_are_refused_and_the_earlier_save_stays(
+    tmp_path: Path,
+) -> None:
     model = routed(build_base("llama"))
     model.save_pretrained(tmp_path)
     before = {name: (tmp_path / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
@@ -241,7 +269,9 @@ def test_what_no_load_takes_does_not_replace_a_good_adapter(tmp_path: Path) -> N
     expected = logits(model)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
-        next(value for name, value in model.named_parameters() if "depth_route_gate" in name).fill_(torch.nan)
+        next(value for name, value in model.named_parameters() if "depth_route_gate" in name).fill_(
+            torch.nan
+        )
     with pytest.raises(AdapterMismatchError, match="not finite"):
         model.save_pretrained(tmp_path)
     assert torch.equal(logits(PeftModel.from_pretrained(build_base("llama"), tmp_path)), expected)
@@ -252,12 +282,16 @@ def test_what_no_load_takes_does_not_replace_a_good_adapter(tmp_path: Path) -> N
 
 
 def test_an_adapter_loaded_for_inference_leaves_the_one_that_trains(tmp_path: Path) -> None:
-    routed(build_base("llama"), layers=[0, 2], modules_to_save=["lm_head"]).save_pretrained(tmp_path)
+    routed(build_base("llama"), layers=[0, 2], modules_to_save=["lm_head"]).save_pretrained(
+        tmp_path
+    )
     model = routed(build_base("llama"), adapter_name="mine", modules_to_save=["lm_head"]).train()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert any("lm_head.modules_to_save.mine" in name for name in trained)
     model.load_adapter(tmp_path, "reference")
-    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
+    assert {
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    } == trained
     model.train()
     model(input_ids=tokens(2, 8), labels=tokens(2, 8)).loss.backward()
 
@@ -268,10 +302,15 @@ def test_a_config_makes_adapters_of_several_bases() -> None:
     for seed in (0, 1):
         model = get_peft_model(build_base("llama", seed=seed), config, adapter_name="router")
         assert model.peft_config["router"].layers == [2, 3]
-    assert {**config.to_dict(), "base_model_name_or_path": None} == {**before, "base_model_name_or_path": None}
+    assert {**config.to_dict(), "base_model_name_or_path": None} == {
+        **before,
+        "base_model_name_or_path": None,
+    }
 
 
-@pytest.mark.parametrize("way", ["PeftModel.from_pretrained", "load_adapter", "transformers", "PeftConfig", "doctor"])
+@pytest.mark.parametrize(
+    "way", ["PeftModel.from_pretrained", "load_adapter", "transformers", "PeftConfig", "doctor"]
+)
 def test_files_that_another_process_replaces_meanwhile_are_read_again(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +334,9 @@ def test_files_that_another_process_replaces_meanwhile_are_read_again(
         monkeypatch.setattr(module, "read_config", slow)
     base = build_base("llama")
     if way == "doctor":
-        assert [found for found in hf_depthroute.adapter.doctor.examine(place) if found.state != "ok"] == []
+        assert [
+            found for found in hf_depthroute.adapter.doctor.examine(place) if found.state != "ok"
+        ] == []
         return
     if way == "PeftConfig":
         PeftConfig.from_pretrained(place)

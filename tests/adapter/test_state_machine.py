@@ -31,7 +31,9 @@ FIELDS = st.fixed_dictionaries(
 
 
 def base_hash(model: Any) -> str:
-    return tensors_hash({name: value for name, value in model.state_dict().items() if ".routing." not in name})
+    return tensors_hash(
+        {name: value for name, value in model.state_dict().items() if ".routing." not in name}
+    )
 
 
 class Adapters(RuleBasedStateMachine):
@@ -96,14 +98,18 @@ class Adapters(RuleBasedStateMachine):
     def load(self, name: str, target_name: str) -> None:
         if name not in self.saved or target_name in self.known:
             return
-        self.model.load_adapter(self.folder if name == "default" else self.folder / name, target_name)
+        self.model.load_adapter(
+            self.folder if name == "default" else self.folder / name, target_name
+        )
         self.model.eval()
         self.known[target_name] = self.saved[name]
         self._switch(target_name)
 
     @rule(length=st.integers(1, 5))
     def generate(self, length: int) -> None:
-        out = self.model.generate(input_ids=tokens(2, 6), max_new_tokens=length, do_sample=False, pad_token_id=0)
+        out = self.model.generate(
+            input_ids=tokens(2, 6), max_new_tokens=length, do_sample=False, pad_token_id=0
+        )
         assert out.shape[1] <= 6 + length
 
     @rule()
@@ -140,8 +146,16 @@ class Adapters(RuleBasedStateMachine):
         self.active = name
 
     def _config(self, fields: dict[str, Any]) -> DepthRouteConfig:
-        small = {"context_dim": 8, "summary_dim": 8, "action_dim": 4, "gate_hidden": 8, "branch_rank": 4}
-        return DepthRouteConfig(**{k: v for k, v in {**fields, **small}.items()}, task_type="CAUSAL_LM")
+        small = {
+            "context_dim": 8,
+            "summary_dim": 8,
+            "action_dim": 4,
+            "gate_hidden": 8,
+            "branch_rank": 4,
+        }
+        return DepthRouteConfig(
+            **{k: v for k, v in {**fields, **small}.items()}, task_type="CAUSAL_LM"
+        )
 
 
 Adapters.TestCase.settings = settings(

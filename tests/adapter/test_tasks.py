@@ -54,11 +54,17 @@ def test_a_model_without_lm_head_is_routed_saved_and_loaded(
     assert type(model) is AUTO[task][1] and model.peft_config["default"].task_type == task
     for index, routing in enumerate(routings_of(model)):
         for parameter in routing.parameters():
-            torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(index))
+            torch.nn.init.normal_(
+                parameter, std=0.3, generator=torch.Generator().manual_seed(index)
+            )
     heads = [(name, p) for name, p in model.named_parameters() if "modules_to_save" in name]
-    assert bool(heads) == (task != "FEATURE_EXTRACTION") and all(parameter.requires_grad for _, parameter in heads)
+    assert bool(heads) == (task != "FEATURE_EXTRACTION") and all(
+        parameter.requires_grad for _, parameter in heads
+    )
     assert all(
-        ".routing." in name or "modules_to_save" in name for name, p in model.named_parameters() if p.requires_grad
+        ".routing." in name or "modules_to_save" in name
+        for name, p in model.named_parameters()
+        if p.requires_grad
     )
     with torch.no_grad():
         for _, parameter in heads:
@@ -99,15 +105,41 @@ def test_a_decision_is_the_same_with_and_without_an_lm_head() -> None:
 @pytest.mark.parametrize(
     ("make", "fields", "said"),
     [
-        (lambda: headless("SEQ_CLS"), {"task_type": "CAUSAL_LM"}, "does not generate text; .*set it to 'SEQ_CLS'"),
-        (lambda: headless("FEATURE_EXTRACTION"), {"task_type": "CAUSAL_LM"}, "set it to 'FEATURE_EXTRACTION'"),
-        (lambda: headless("FEATURE_EXTRACTION"), {"task_type": "SEQ_CLS"}, "no head named classifier or score"),
-        (lambda: build_base("llama"), {"task_type": "TOKEN_CLS"}, "with its TokenClassification class"),
-        (lambda: LlamaForQuestionAnswering(CONFIGS["llama"][1]()), {}, "its head is of no task that is routed"),
-        (lambda: headless("SEQ_CLS"), {"gate": "exit", "target": "block"}, "needs a model with an LM head"),
+        (
+            lambda: headless("SEQ_CLS"),
+            {"task_type": "CAUSAL_LM"},
+            "does not generate text; .*set it to 'SEQ_CLS'",
+        ),
+        (
+            lambda: headless("FEATURE_EXTRACTION"),
+            {"task_type": "CAUSAL_LM"},
+            "set it to 'FEATURE_EXTRACTION'",
+        ),
+        (
+            lambda: headless("FEATURE_EXTRACTION"),
+            {"task_type": "SEQ_CLS"},
+            "no head named classifier or score",
+        ),
+        (
+            lambda: build_base("llama"),
+            {"task_type": "TOKEN_CLS"},
+            "with its TokenClassification class",
+        ),
+        (
+            lambda: LlamaForQuestionAnswering(CONFIGS["llama"][1]()),
+            {},
+            "its head is of no task that is routed",
+        ),
+        (
+            lambda: headless("SEQ_CLS"),
+            {"gate": "exit", "target": "block"},
+            "needs a model with an LM head",
+        ),
     ],
 )
-def test_a_task_that_does_not_fit_is_refused_and_the_model_is_as_it_was(make: Any, fields: Any, said: str) -> None:
+def test_a_task_that_does_not_fit_is_refused_and_the_model_is_as_it_was(
+    make: Any, fields: Any, said: str
+) -> None:
     base = make()
     names, kinds = list(base.state_dict()), [type(module) for module in base.modules()]
     trains = [parameter.requires_grad for parameter in base.parameters()]
@@ -118,8 +150,12 @@ def test_a_task_that_does_not_fit_is_refused_and_the_model_is_as_it_was(make: An
     assert [parameter.requires_grad for parameter in base.parameters()] == trains
 
 
-def test_an_adapter_for_text_is_refused_on_a_classifier_which_stays_as_it_was(tmp_path: Path) -> None:
-    get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=LAYERS)).save_pretrained(tmp_path)
+def test_an_adapter_for_text_is_refused_on_a_classifier_which_stays_as_it_was(
+    tmp_path: Path,
+) -> None:
+    get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=LAYERS)).save_pretrained(
+        tmp_path
+    )
     base = headless("SEQ_CLS")
     names = list(base.state_dict())
     with pytest.raises(ConfigError, match="does not generate text"):
@@ -128,7 +164,9 @@ def test_an_adapter_for_text_is_refused_on_a_classifier_which_stays_as_it_was(tm
 
 
 def test_a_head_of_another_size_is_refused(tmp_path: Path) -> None:
-    get_depth_routed_model(headless("SEQ_CLS"), DepthRouteConfig(layers=LAYERS)).save_pretrained(tmp_path)
+    get_depth_routed_model(headless("SEQ_CLS"), DepthRouteConfig(layers=LAYERS)).save_pretrained(
+        tmp_path
+    )
     config = CONFIGS["llama"][1]()
     config.num_labels = 5
     other = AutoModelForSequenceClassification.from_config(config)
@@ -142,18 +180,27 @@ def test_a_head_of_another_size_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS"])
 def test_a_classifier_trains_its_routers_and_its_head(task: str, cls: Any, tmp_path: Path) -> None:
     model = get_depth_routed_model(headless(task), DepthRouteConfig(layers=LAYERS, gate="mlp"))
-    examples = [row | {"labels": torch.tensor(0) if task == "SEQ_CLS" else row["labels"] % 3} for row in rows(4)]
-    trainer, kept = make_trainer(model.train(), examples, tmp_path, cls, gradient_accumulation_steps=2)
+    examples = [
+        row | {"labels": torch.tensor(0) if task == "SEQ_CLS" else row["labels"] % 3}
+        for row in rows(4)
+    ]
+    trainer, kept = make_trainer(
+        model.train(), examples, tmp_path, cls, gradient_accumulation_steps=2
+    )
     trainer.train()
     moved = {name for name, gradient in kept.steps[0].items() if gradient.abs().sum() > 0}
-    assert any("modules_to_save" in name for name in moved) and any("depth_route_gate" in name for name in moved)
+    assert any("modules_to_save" in name for name in moved) and any(
+        "depth_route_gate" in name for name in moved
+    )
     assert any("loss_budget" in entry for entry in trainer.state.log_history)
     with pytest.raises(ValueError, match="needs a model with an LM head, and LlamaFor") as caught:
         make_trainer(model, examples, tmp_path, cls, oracle="all_full", oracle_warmup=0)[0].train()
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("call", [mean_loss, lambda model, blocks: fit_router(model, blocks, keep=0.5)])
+@pytest.mark.parametrize(
+    "call", [mean_loss, lambda model, blocks: fit_router(model, blocks, keep=0.5)]
+)
 def test_a_loss_of_text_needs_a_head_and_says_so(call: Any) -> None:
     with pytest.raises(ValueError, match="needs a model with an LM head, and LlamaModel has none"):
         call(headless("FEATURE_EXTRACTION"), [{"input_ids": tokens(2, 12)}])
@@ -161,7 +208,9 @@ def test_a_loss_of_text_needs_a_head_and_says_so(call: Any) -> None:
 
 @pytest.mark.parametrize("task", AUTO)
 def test_the_card_loads_the_adapter_with_the_class_of_its_task(task: str, tmp_path: Path) -> None:
-    get_depth_routed_model(headless(task), DepthRouteConfig(layers=LAYERS)).save_pretrained(tmp_path)
+    get_depth_routed_model(headless(task), DepthRouteConfig(layers=LAYERS)).save_pretrained(
+        tmp_path
+    )
     card = (tmp_path / "README.md").read_text()
     assert f"model = {AUTO[task][0].__name__}.from_pretrained(base" in card
     assert ".generate(" not in card and "pipeline_tag: text-generation" not in card

@@ -20,7 +20,14 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, route_cost, set_budget
+from hf_depthroute import (
+    DepthRouteConfig,
+    calibrate,
+    get_depth_routed_model,
+    record_routes,
+    route_cost,
+    set_budget,
+)
 
 IMAGE = 60
 TEXT = {
@@ -36,18 +43,32 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 VISION |= {"image_size": 14, "patch_size": 7}
 
 
 def vlm(name: str, seed: int = 0) -> Any:
     if name == "gemma3":
-        tokens = {"mm_tokens_per_image": 4, "image_token_index": IMAGE, "boi_token_index": 61, "eoi_token_index": 62}
-        config = Gemma3Config(text_config={**TEXT, "sliding_window": 8}, vision_config=VISION, **tokens)
+        tokens = {
+            "mm_tokens_per_image": 4,
+            "image_token_index": IMAGE,
+            "boi_token_index": 61,
+            "eoi_token_index": 62,
+        }
+        config = Gemma3Config(
+            text_config={**TEXT, "sliding_window": 8}, vision_config=VISION, **tokens
+        )
         return randomised(Gemma3ForConditionalGeneration(config), "sdpa", torch.float32, seed)
     vision = {"model_type": "clip_vision_model", "projection_dim": 16, **VISION}
     text = {"model_type": "llama", **TEXT}
-    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE, image_seq_length=4)
+    config = LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=IMAGE, image_seq_length=4
+    )
     return randomised(LlavaForConditionalGeneration(config), "sdpa", torch.float32, seed)
 
 
@@ -60,12 +81,21 @@ def inputs(padding: int = 0) -> dict[str, torch.Tensor]:
     ids = torch.cat([ids.new_zeros(2, padding), ids], dim=1)
     mask = torch.ones_like(ids)
     mask[:, :padding] = 0
-    return {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "pixel_values": pixels,
+        "token_type_ids": (ids == IMAGE).long(),
+    }
 
 
 def given(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
     found = inputs(padding)
-    return found if name == "gemma3" else {key: value for key, value in found.items() if key != "token_type_ids"}
+    return (
+        found
+        if name == "gemma3"
+        else {key: value for key, value in found.items() if key != "token_type_ids"}
+    )
 
 
 def text_alone() -> dict[str, torch.Tensor]:
@@ -79,7 +109,9 @@ def test_the_language_model_of_a_vlm_is_routed_saved_and_loaded(name: str, tmp_p
         dense = base(**given(name)).logits
     model = get_depth_routed_model(base, DepthRouteConfig(layers=[1, 2, 3])).eval()
     make_consequential(model)
-    assert not any("vision" in key for key, parameter in model.named_parameters() if parameter.requires_grad)
+    assert not any(
+        "vision" in key for key, parameter in model.named_parameters() if parameter.requires_grad
+    )
     calibrate(model, text_alone())
     with torch.no_grad(), record_routes(model) as trace:
         expected = model(**given(name)).logits
@@ -95,7 +127,9 @@ def test_the_language_model_of_a_vlm_is_routed_saved_and_loaded(name: str, tmp_p
     loaded = PeftModel.from_pretrained(vlm(name), tmp_path).eval()
     with torch.no_grad():
         assert torch.equal(loaded(**given(name)).logits, expected)
-    assert torch.equal(loaded.generate(**given(name), max_new_tokens=6, do_sample=False, eos_token_id=None), text)
+    assert torch.equal(
+        loaded.generate(**given(name), max_new_tokens=6, do_sample=False, eos_token_id=None), text
+    )
     set_budget(loaded, 1.0)
     with torch.no_grad():
         assert torch.equal(loaded(**given(name)).logits, dense)

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import ATTENTIONS, FAMILY_NAMES, GATES, build_base, decoder_layers, randomised, routed, tokens
+from models import (
+    ATTENTIONS,
+    FAMILY_NAMES,
+    GATES,
+    build_base,
+    decoder_layers,
+    randomised,
+    routed,
+    tokens,
+)
 from peft import PeftModel
 from protocol import assert_free, assert_pinned, gap
 from row_counts import assert_only_decided_rows_ran, counted_rows
@@ -30,10 +39,23 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes, set_budget
+from hf_depthroute import (
+    DepthRouteConfig,
+    get_depth_routed_model,
+    record_routes,
+    replay_routes,
+    set_budget,
+)
 from hf_depthroute.adapter.base_check import describe_base
 from hf_depthroute.base import projections
-from hf_depthroute.base.families import FAMILIES, Family, UnsupportedModelError, find_decoder, find_family, row_of
+from hf_depthroute.base.families import (
+    FAMILIES,
+    Family,
+    UnsupportedModelError,
+    find_decoder,
+    find_family,
+    row_of,
+)
 from hf_depthroute.routing.trace import RouteTrace
 
 SIZES: dict[str, Any] = {
@@ -51,12 +73,18 @@ SIZES: dict[str, Any] = {
 # Families that are not in the table but share its layout.
 NEW_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "cwm": lambda: CwmForCausalLM(CwmConfig(**SIZES, head_dim=8)),
-    "hunyuan_v1_dense": lambda: HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**SIZES, head_dim=8)),
+    "hunyuan_v1_dense": lambda: HunYuanDenseV1ForCausalLM(
+        HunYuanDenseV1Config(**SIZES, head_dim=8)
+    ),
 }
 UNSUPPORTED: dict[str, Callable[[], PreTrainedModel]] = {
-    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
+    "bloom": lambda: BloomForCausalLM(
+        BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    ),
     "falcon with alibi": lambda: FalconForCausalLM(
-        FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
+        FalconConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
+        )
     ),
     "t5": lambda: T5ForConditionalGeneration(
         T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
@@ -98,7 +126,11 @@ def test_one_row_adds_a_family(new_base: PreTrainedModel, gate: str, tmp_path: P
         cache, pieces = None, []
         for t in range(12):
             with torch.no_grad(), record_routes(model) as step:
-                inputs = {"input_ids": ids[:, t : t + 1], "past_key_values": cache, "use_cache": True}
+                inputs = {
+                    "input_ids": ids[:, t : t + 1],
+                    "past_key_values": cache,
+                    "use_cache": True,
+                }
                 if pinned is None:
                     out = model(**inputs)
                 else:
@@ -106,7 +138,9 @@ def test_one_row_adds_a_family(new_base: PreTrainedModel, gate: str, tmp_path: P
                         out = model(**inputs)
             cache = out.past_key_values
             pieces.append((out.logits, step))
-        return torch.cat([piece[0] for piece in pieces], dim=1), RouteTrace.cat([piece[1] for piece in pieces])
+        return torch.cat([piece[0] for piece in pieces], dim=1), RouteTrace.cat(
+            [piece[1] for piece in pieces]
+        )
 
     assert_pinned(gap(decode(trace)[0], whole), base_gap=0.0)
     assert_free(model, trace, decode(None)[1])
@@ -166,7 +200,9 @@ def test_row_names_the_parts_of_the_layer(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_routed_layer_with_every_token_full_is_the_familys_layer(family: str, attention: str) -> None:
+def test_routed_layer_with_every_token_full_is_the_familys_layer(
+    family: str, attention: str
+) -> None:
     """Replaying an all-full decision runs the generic forward, not the base's own, and must equal it."""
     base, ids = build_base(family, attention), tokens(2, 8)
     with torch.no_grad():
@@ -183,16 +219,25 @@ def test_base_is_described_by_its_sizes_and_some_of_its_weights() -> None:
     assert len(sampled) == 37 and sampled.keys() >= {"embeddings.weight", "h.3.mlp.c_fc.bias"}
     held = base.transformer.h[3].mlp.c_fc.bias.to(torch.bfloat16).tolist()
     assert sampled["h.3.mlp.c_fc.bias"] in held
-    assert description == {"model_type": "gpt2", "hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}
+    assert description == {
+        "model_type": "gpt2",
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "vocab_size": 64,
+    }
 
 
 @pytest.mark.parametrize("target", ["attention", "block"])
-def test_family_without_known_queries_masks_its_attention_and_says_so(new_base: PreTrainedModel, target: str) -> None:
+def test_family_without_known_queries_masks_its_attention_and_says_so(
+    new_base: PreTrainedModel, target: str
+) -> None:
     with pytest.warns(UserWarning, match="nothing is saved there"):
         model = routed(new_base, target=target)
     ids = tokens(3, 12)
     rows = []
-    handle = decoder_layers(model)[1].self_attn.q_proj.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape))
+    handle = decoder_layers(model)[1].self_attn.q_proj.register_forward_pre_hook(
+        lambda _, x: rows.append(x[0].shape)
+    )
     sparse, trace = run(model, input_ids=ids)
     handle.remove()
     assert rows == [(3, 12, 32)]
@@ -221,6 +266,8 @@ def test_gpt2_projects_the_chosen_queries_only(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_bidirectional_attention_is_refused() -> None:
-    config = Gemma3TextConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, use_bidirectional_attention=True)
+    config = Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, use_bidirectional_attention=True
+    )
     with pytest.raises(UnsupportedModelError, match="routing is causal"):
         row_of(config)

@@ -36,11 +36,15 @@ def test_forks_repeat_the_model_itself(family: str, target: str) -> None:
     with observe_prefix(model) as prefix, record_routes(model) as trace:
         loss = model(IDS, attention_mask=real, labels=labels).loss
         with prefix.replaying():
-            trunk, made = run_forks(prefix, on_policy=True, fork=lambda full, cheap, out: torch.stack([full, cheap]))
+            trunk, made = run_forks(
+                prefix, on_policy=True, fork=lambda full, cheap, out: torch.stack([full, cheap])
+            )
             losses, counted = fork_losses(prefix, trunk, labels)
     assert float(losses[0].sum() / counted.sum()) == pytest.approx(float(loss.detach()), abs=1e-5)
     assert not trace[1].mask[0, :4].any()
-    flipped = {i: replace(r, mask=torch.ones_like(r.mask), token_mask=None) for i, r in trace.items()}
+    flipped = {
+        i: replace(r, mask=torch.ones_like(r.mask), token_mask=None) for i, r in trace.items()
+    }
     for layer in (2,):  # the last routed layer: what it decides changes nothing below
         follow = RouteTrace({i: flipped[i] if i == layer else r for i, r in trace.items()})
         with torch.no_grad(), replay_routes(model, follow):
@@ -49,8 +53,12 @@ def test_forks_repeat_the_model_itself(family: str, target: str) -> None:
         assert float(fork.sum() / counted.sum()) == pytest.approx(float(other), abs=1e-5)
 
 
-@pytest.mark.parametrize("family", [name for name in EXTENDED if FAMILIES[EXTENDED[name][0]].logits])
-def test_logits_are_read_out_as_the_model_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "family", [name for name in EXTENDED if FAMILIES[EXTENDED[name][0]].logits]
+)
+def test_logits_are_read_out_as_the_model_does(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = build_base(family)
     with torch.no_grad():
         out = base(IDS, output_hidden_states=True)
@@ -67,7 +75,9 @@ def test_logits_are_read_out_as_the_model_does(family: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("family", ["granite", "cohere2", "gemma2", "olmo2"])
 def test_early_exit_is_as_sure_as_the_models_own_logits(family: str) -> None:
-    model = build_routed(family, gate="exit", target="block", branch="none", gate_input="residual", layers=[2])
+    model = build_routed(
+        family, gate="exit", target="block", branch="none", gate_input="residual", layers=[2]
+    )
     with model.disable_adapter(), torch.no_grad():
         stream = model(IDS, output_hidden_states=True).hidden_states[2]
         logits = LMHead(model)(stream)
@@ -82,7 +92,9 @@ def test_importance_is_the_cosine_of_the_streams(family: str) -> None:
     row, layer = find_family(base), decoder_layers(base)[0]
     with torch.no_grad():
         hidden = base(IDS, output_hidden_states=True).hidden_states
-        silent = getattr(layer, row.ffn).register_forward_hook(lambda m, a, out: torch.zeros_like(out))
+        silent = getattr(layer, row.ffn).register_forward_hook(
+            lambda m, a, out: torch.zeros_like(out)
+        )
         # The first layer without its FFN.
         after = base(IDS, output_hidden_states=True).hidden_states[1]
         silent.remove()
@@ -107,7 +119,9 @@ def test_counted_cost_is_what_runs(family: str) -> None:
     model = shared(family, "ffn")
     with model.disable_adapter(), torch.no_grad():
         # Window: 4.
-        caches = {length: model(IDS[:, :length], use_cache=True).past_key_values for length in (3, 7)}
+        caches = {
+            length: model(IDS[:, :length], use_cache=True).past_key_values for length in (3, 7)
+        }
         if hasattr(model.config, "num_experts_per_tok"):
             model.get_base_model().set_experts_implementation("eager")
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -115,6 +129,8 @@ def test_counted_cost_is_what_runs(family: str) -> None:
     counts = {name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()}
     # Transformers 5.17 computes the rotary angles by a matrix product, which is no weight's.
     angles = sum(flops for name, flops in counts.items() if name.endswith("rotary_emb"))
-    assert route_cost(model, batch_size=3, length=1).flops_dense == counter.get_total_flops() - angles
+    assert (
+        route_cost(model, batch_size=3, length=1).flops_dense == counter.get_total_flops() - angles
+    )
     for length, cache in caches.items():
         assert route_cost(model, batch_size=3, length=length).kv_bytes == kv_cache_bytes(cache)

@@ -27,7 +27,9 @@ from hf_depthroute.training.losses import routing_losses
 CASES = [(family, target) for family in EXTENDED for target in TARGETS]
 # Attention that is skipped per token has to be known by its family; without, it is computed and masked.
 COUNTED = [
-    (family, target) for family, target in CASES if target == "ffn" or FAMILIES[EXTENDED[family][0]].queries is not None
+    (family, target)
+    for family, target in CASES
+    if target == "ffn" or FAMILIES[EXTENDED[family][0]].queries is not None
 ]
 every_case = pytest.mark.parametrize(("family", "target"), CASES)
 
@@ -40,7 +42,9 @@ def base_logits(family: str) -> torch.Tensor:
 
 @contextmanager
 def without_branches(model: PeftModel) -> Iterator[None]:
-    branches: list[Any] = [routing.depth_route_branch["default"].down for routing in routings_of(model)]
+    branches: list[Any] = [
+        routing.depth_route_branch["default"].down for routing in routings_of(model)
+    ]
     kept = [branch.state_dict() for branch in branches]
     kept = [{name: value.clone() for name, value in values.items()} for values in kept]
     for branch in branches:
@@ -94,7 +98,11 @@ def test_a_skipped_part_adds_nothing_to_the_stream(family: str, target: str) -> 
     with model.disable_adapter(), torch.no_grad(), ExitStack() as hooks:
         for index in trace:
             layer = decoder_layers(model)[index]
-            names = {"ffn": [row.ffn], "attention": [row.attention], "block": [row.ffn, row.attention]}[target]
+            names = {
+                "ffn": [row.ffn],
+                "attention": [row.attention],
+                "block": [row.ffn, row.attention],
+            }[target]
             for name in names:
                 hooks.callback(getattr(layer, name).register_forward_hook(silence(index)).remove)
         reference = model(IDS).logits
@@ -154,7 +162,9 @@ def decode(model: PeftModel, pinned: RouteTrace | None) -> tuple[torch.Tensor, R
             out = model(IDS[:, start:stop], past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         pieces.append((out.logits, step))
-    return torch.cat([piece[0] for piece in pieces], dim=1), RouteTrace.cat([piece[1] for piece in pieces])
+    return torch.cat([piece[0] for piece in pieces], dim=1), RouteTrace.cat(
+        [piece[1] for piece in pieces]
+    )
 
 
 @every_case
@@ -162,7 +172,11 @@ def test_padding_changes_nothing(family: str, target: str) -> None:
     model = shared(family, target)
     padded = torch.nn.functional.pad(IDS, (5, 0))
     real = torch.nn.functional.pad(torch.ones_like(IDS), (5, 0))
-    inputs = {"input_ids": padded, "attention_mask": real, "position_ids": (real.cumsum(-1) - 1).clamp(min=0)}
+    inputs = {
+        "input_ids": padded,
+        "attention_mask": real,
+        "position_ids": (real.cumsum(-1) - 1).clamp(min=0),
+    }
     whole, trace = run(model)
     with model.disable_adapter(), torch.no_grad():
         base_gap = gap(model(**inputs).logits[:, 5:], base_logits(family))
@@ -208,7 +222,10 @@ def test_whole_sequences_skip_their_attention(family: str) -> None:
 
 def whole_record(record: Any, length: int) -> Any:
     """A decision about sequences, for more positions."""
-    wide = {name: getattr(record, name)[:, :1].expand(-1, length) for name in ("mask", "scores", "probs")}
+    wide = {
+        name: getattr(record, name)[:, :1].expand(-1, length)
+        for name in ("mask", "scores", "probs")
+    }
     return replace(record, **wide, extras={})
 
 
@@ -233,7 +250,9 @@ def test_gradients_reach_the_gate_and_the_branch(family: str, target: str) -> No
 
 
 # What is saved does not depend on family and target together.
-@pytest.mark.parametrize(("family", "target"), [(f, TARGETS[i % 3]) for i, f in enumerate(EXTENDED)])
+@pytest.mark.parametrize(
+    ("family", "target"), [(f, TARGETS[i % 3]) for i, f in enumerate(EXTENDED)]
+)
 def test_saved_loaded_and_unloaded(family: str, target: str, tmp_path: Path) -> None:
     model = routed(build_base(family), target=target, layers=[1, 2])
     base = model.get_base_model()

@@ -41,7 +41,11 @@ def hooked(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def hooked_before(module: nn.Module) -> Iterator[None]:
     def change(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return (changed(args), kwargs) if args else (args, kwargs | {"hidden_states": changed(kwargs["hidden_states"])})
+        return (
+            (changed(args), kwargs)
+            if args
+            else (args, kwargs | {"hidden_states": changed(kwargs["hidden_states"])})
+        )
 
     with module.register_forward_pre_hook(change, with_kwargs=True):
         yield
@@ -79,14 +83,25 @@ def changed(value: Any) -> Any:
     return (1.5 * value[0], *value[1:]) if isinstance(value, tuple) else 1.5 * value
 
 
-WAYS: tuple[Callable[[nn.Module], Any], ...] = (hooked, hooked_before, with_its_own_forward, parametrised, offloaded)
+WAYS: tuple[Callable[[nn.Module], Any], ...] = (
+    hooked,
+    hooked_before,
+    with_its_own_forward,
+    parametrised,
+    offloaded,
+)
 
 
 def parts_of(model: nn.Module) -> dict[str, nn.Module]:
     """The base's modules inside one routed layer, by name."""
     layer, called = decoder_layers(model)[LAYER], set()
-    modules = {name: m for name, m in layer.named_modules() if name and not name.startswith(ROUTING)}
-    handles = [m.register_forward_hook(lambda *_, name=name: called.add(name)) for name, m in modules.items()]
+    modules = {
+        name: m for name, m in layer.named_modules() if name and not name.startswith(ROUTING)
+    }
+    handles = [
+        m.register_forward_hook(lambda *_, name=name: called.add(name))
+        for name, m in modules.items()
+    ]
     outputs(model, "masked")
     for handle in handles:
         handle.remove()
@@ -105,8 +120,12 @@ def outputs(model: PeftModel, executor: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize(("family", "kind"), [("llama", "mlp"), *((f, k) for f in FAMILIES for k in SKIPPING)])
-def test_every_module_of_a_layer_is_called(family: str, kind: str, way: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "mlp"), *((f, k) for f in FAMILIES for k in SKIPPING)]
+)
+def test_every_module_of_a_layer_is_called(
+    family: str, kind: str, way: Callable[[nn.Module], Any]
+) -> None:
     model = build_routed(family, kind, layers=[LAYER])
     before = outputs(model, "masked")
     for name, module in parts_of(model).items():
@@ -127,7 +146,10 @@ def test_every_module_of_a_layer_is_called(family: str, kind: str, way: Callable
 def test_a_watched_fused_projection_is_called_once_for_all_tokens(family: str, name: str) -> None:
     model, rows = build_routed(family, "attention", layers=[LAYER]), []
     part = next(m for n, m in decoder_layers(model)[LAYER].named_modules() if n.endswith(name))
-    with part.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[:-1])), torch.no_grad():
+    with (
+        part.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[:-1])),
+        torch.no_grad(),
+    ):
         model(tokens(2, 9))
     assert rows == [(2, 9)]
 
@@ -135,7 +157,11 @@ def test_a_watched_fused_projection_is_called_once_for_all_tokens(family: str, n
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hooks_that_record_outputs_do_not_stop_skipping(family: str) -> None:
     model = build_routed(family, "attention", layers=[LAYER])
-    attention = next(m for n, m in decoder_layers(model)[LAYER].named_modules() if n.endswith(("attn", "attention")))
+    attention = next(
+        m
+        for n, m in decoder_layers(model)[LAYER].named_modules()
+        if n.endswith(("attn", "attention"))
+    )
     before = outputs(model, "auto")
     with torch.no_grad():
         model(tokens(1, 4), output_hidden_states=True)  # transformers leaves its hooks behind
@@ -148,7 +174,11 @@ def test_quantised_split_and_missing_weights_are_not_read() -> None:
         pass
 
     linear = nn.Linear(4, 4)
-    assert is_readable(linear, nn.Linear) and not is_readable(linear, nn.Embedding) and not is_watched(linear)
+    assert (
+        is_readable(linear, nn.Linear)
+        and not is_readable(linear, nn.Embedding)
+        and not is_watched(linear)
+    )
     linear.weight = Packed(torch.zeros(4, 4))
     assert not is_readable(linear, nn.Linear)
     assert not is_readable(nn.Linear(4, 4, device="meta"), nn.Linear)
@@ -160,9 +190,16 @@ def test_quantised_split_and_missing_weights_are_not_read() -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_a_base_that_is_split_over_processes_gives_the_logits_of_a_whole_one(tmp_path: Path) -> None:
+def test_a_base_that_is_split_over_processes_gives_the_logits_of_a_whole_one(
+    tmp_path: Path,
+) -> None:
     expected = {}
-    for family, kind in [("llama", "block"), ("phi3", "attention"), ("phi3", "block"), ("gpt_neox", "attention")]:
+    for family, kind in [
+        ("llama", "block"),
+        ("phi3", "attention"),
+        ("phi3", "block"),
+        ("gpt_neox", "attention"),
+    ]:
         folder, base = tmp_path / f"{family}-{kind}", build_base(family)
         base.save_pretrained(folder)
         model = routed(base, kind, layers=[1, 2])
@@ -170,8 +207,18 @@ def test_a_base_that_is_split_over_processes_gives_the_logits_of_a_whole_one(tmp
         with torch.no_grad():
             expected[folder] = model(tokens(2, 9)).logits
     worker = HELPERS / "tensor_parallel_worker.py"
-    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), str(worker)]
-    subprocess.run([sys.executable, *command, str(tmp_path)], check=True, timeout=300, capture_output=True)
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(free_port()),
+        str(worker),
+    ]
+    subprocess.run(
+        [sys.executable, *command, str(tmp_path)], check=True, timeout=300, capture_output=True
+    )
     for folder, logits in expected.items():
         for rank in (0, 1):
             assert gap(torch.load(folder / f"{rank}.pt"), logits) < 1e-5, folder.name

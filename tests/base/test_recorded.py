@@ -41,9 +41,15 @@ def built(family: str, kind: str) -> PeftModel:
 @torch.no_grad()
 def recorded(model: Any, executor: str = "auto") -> list[tuple[torch.Tensor, ...]]:
     """Everything that is recorded of a padded prompt, of a training step, and of a prompt and two decoding steps."""
-    asked = {f"output_{name}": True for name in NAMES if name != "router_logits" or has_routers(model)}
+    asked = {
+        f"output_{name}": True for name in NAMES if name != "router_logits" or has_routers(model)
+    }
     ids, cache, found = tokens(2, 9), DynamicCache(config=model.config), []
-    with state_of(model).override(executor=executor) if isinstance(model, PeftModel) else nullcontext():
+    with (
+        state_of(model).override(executor=executor)
+        if isinstance(model, PeftModel)
+        else nullcontext()
+    ):
         outputs = [model(ids, attention_mask=MASK, **asked), model.train()(ids, **asked)]
         model.eval()
         for part in ids[:1, :7], ids[:1, 7:8], ids[:1, 8:]:
@@ -72,7 +78,12 @@ def test_every_family_records_what_its_base_records(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [(f, k) for f in ("llama", "olmoe", "deepseek_v3", "qwen2_moe") for k in KINDS if (f, k) != NONE],
+    [
+        (f, k)
+        for f in ("llama", "olmoe", "deepseek_v3", "qwen2_moe")
+        for k in KINDS
+        if (f, k) != NONE
+    ],
 )
 def test_what_is_recorded_is_what_both_paths_of_every_token_record(family: str, kind: str) -> None:
     model = built(family, kind)
@@ -87,7 +98,9 @@ def test_what_is_recorded_is_what_both_paths_of_every_token_record(family: str, 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 @pytest.mark.parametrize("mask", [None, MASK])
-def test_the_loss_of_the_balance_is_that_of_every_token(family: str, mask: torch.Tensor | None) -> None:
+def test_the_loss_of_the_balance_is_that_of_every_token(
+    family: str, mask: torch.Tensor | None
+) -> None:
     model, ids = built(family, "ffn"), tokens(2, 9)
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": mask, "output_router_logits": True}
     with torch.no_grad():

@@ -13,7 +13,13 @@ from models import build_base, build_routed, logits, routed, tokens
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, set_budget
+from hf_depthroute import (
+    DepthRouteConfig,
+    calibrate,
+    get_depth_routed_model,
+    record_routes,
+    set_budget,
+)
 from hf_depthroute.base import stack as stack_module
 from hf_depthroute.base.stack import kept_stack, stack_of
 from hf_depthroute.config.adapter import ConfigError
@@ -37,7 +43,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2_moe", "falcon"])
-def test_an_injection_looks_for_the_decoder_once_and_nothing_after_it_does(family: str, found: list[nn.Module]) -> None:
+def test_an_injection_looks_for_the_decoder_once_and_nothing_after_it_does(
+    family: str, found: list[nn.Module]
+) -> None:
     model: Any = get_depth_routed_model(build_base(family), DepthRouteConfig(layers=[0, 2])).eval()
     assert len(found) == 1
     calibrate(model, [{"input_ids": tokens(2, 16)}])
@@ -51,7 +59,10 @@ def test_an_injection_looks_for_the_decoder_once_and_nothing_after_it_does(famil
 
 def test_the_wrapper_the_base_and_the_decoder_give_one_answer() -> None:
     model: Any = build_routed("llama")
-    answers = {id(stack_of(module)) for module in (model, model.base_model, model.get_base_model(), model.model.model)}
+    answers = {
+        id(stack_of(module))
+        for module in (model, model.base_model, model.get_base_model(), model.model.model)
+    }
     assert len(answers) == 1
     assert stack_of(model).layers is model.model.model.layers
 

@@ -12,7 +12,9 @@ from hf_depthroute.base.capabilities import LEGEND, Support, support_table
 from hf_depthroute.base.families import FAMILIES, VARIANTS, find_family
 from hf_depthroute.cli import main
 
-CASES = {name: name for name in FAMILY_NAMES} | {name: model_type for name, (model_type, _) in EXTENDED.items()}
+CASES = {name: name for name in FAMILY_NAMES} | {
+    name: model_type for name, (model_type, _) in EXTENDED.items()
+}
 TABLE = support_table()
 
 
@@ -25,7 +27,13 @@ def test_every_family_and_variant_has_a_line() -> None:
     variants = [(name, variant) for name, several in VARIANTS.items() for variant, _, _ in several]
     assert sorted(found) == sorted([(name, "") for name in FAMILIES] + variants)
     assert len(FAMILIES) >= 20
-    assert {row.layout for row in TABLE} == {"sequential", "scaled", "sandwich", "post-norm", "parallel"}
+    assert {row.layout for row in TABLE} == {
+        "sequential",
+        "scaled",
+        "sandwich",
+        "post-norm",
+        "parallel",
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -42,7 +50,9 @@ def test_a_line_describes_the_model(case: str) -> None:
         assert row.block == ("ffn only" if family.queries is None else "skipped")
 
 
-def test_the_command_prints_the_table_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_table_and_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "families.json"
     with pytest.raises(SystemExit) as caught:
         main(["families", "--json", str(path)])

@@ -64,7 +64,9 @@ def test_a_dense_view_shares_every_tensor_and_is_not_routed():
 
 def test_every_variant_runs_once_a_round():
     ran = []
-    samples = interleave({name: lambda name=name: ran.append(name) or 1.0 for name in "abc"}, rounds=5)
+    samples = interleave(
+        {name: lambda name=name: ran.append(name) or 1.0 for name in "abc"}, rounds=5
+    )
     rounds = [ran[i : i + 3] for i in range(0, len(ran), 3)]
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
     assert len(set(map(tuple, rounds))) > 1  # not always in the same order
@@ -98,14 +100,18 @@ def test_variants_run_what_their_names_say():
         with variants.using(name) as model, torch.no_grad():
             seen = []
             hooks = [
-                layer.mlp.register_forward_hook(lambda _, args, out, seen=seen: seen.append(args[0].numel() // 32))
+                layer.mlp.register_forward_hook(
+                    lambda _, args, out, seen=seen: seen.append(args[0].numel() // 32)
+                )
                 for layer in (decoder_layers(model)[index] for index in (1, 2))
             ]
             logits[name] = model(ids).logits
             for hook in hooks:
                 hook.remove()
             rows[name] = sum(seen)
-    assert torch.equal(logits["disabled"], logits["base"]) and torch.equal(logits["budget 1.0"], logits["base"])
+    assert torch.equal(logits["disabled"], logits["base"]) and torch.equal(
+        logits["budget 1.0"], logits["base"]
+    )
     assert not torch.allclose(logits["budget 0.5"], logits["base"], atol=1e-3)
     assert rows["base"] == 2 * ids.numel()
     assert rows["budget 0.5"] < 0.8 * rows["base"]
@@ -114,9 +120,13 @@ def test_variants_run_what_their_names_say():
 def test_an_adapter_without_a_budget_is_timed_as_it_is():
     base = build_base("llama")
     view = dense_view(base)
-    config = DepthRouteConfig(layers=[1, 2], gate="sinks", branch="none", budget=0.01, phases="prefill")
+    config = DepthRouteConfig(
+        layers=[1, 2], gate="sinks", branch="none", budget=0.01, phases="prefill"
+    )
     model = get_depth_routed_model(base, config)
-    result = bench(model, base=view, budgets=[0.5, 0.25], batch=2, length=16, decode_steps=2, repeats=2)
+    result = bench(
+        model, base=view, budgets=[0.5, 0.25], batch=2, length=16, decode_steps=2, repeats=2
+    )
     assert list(result["prefill"]["overheads"]) == ["disabled"]
     (row,) = result["prefill"]["budgets"].values()
     assert row["full_ratio"] == pytest.approx(1 / 16) and row["flops_routed_over_dense"] < 1
@@ -243,7 +253,10 @@ def run(capsys, *arguments):
         ([], "give either ADAPTER"),
         (["x", "--cases", "prefill,fly"], "'fly' is unknown"),
         (["x", "--cases", "memory"], "'memory' is unknown here"),
-        (["x", "--masked"], "No such option: --masked (Possible options: --cases, --phases); suites of recipes/speed"),
+        (
+            ["x", "--masked"],
+            "No such option: --masked (Possible options: --cases, --phases); suites of recipes/speed",
+        ),
         (["x", "--batch", "0"], "--batch 0: each must be at least 1"),
         (["x", "--length", "a"], "write whole numbers"),
         (["x", "--baselines", "fast"], "'fast' is unknown"),
@@ -258,13 +271,21 @@ def test_the_command_refuses_in_one_line(capsys, arguments, message):
 
 
 def test_a_file_that_is_no_result_is_refused(capsys, tmp_path):
-    for content, message in (("{", "not JSON"), ("{}", "not a result"), ('{"measurements": [{}]}', "not results")):
+    for content, message in (
+        ("{", "not JSON"),
+        ("{}", "not a result"),
+        ('{"measurements": [{}]}', "not results"),
+    ):
         (tmp_path / "x.json").write_text(content)
-        code, _, printed = run(capsys, "bench", "--compare", tmp_path / "x.json", tmp_path / "x.json")
+        code, _, printed = run(
+            capsys, "bench", "--compare", tmp_path / "x.json", tmp_path / "x.json"
+        )
         assert code == 2 and message in printed
 
 
-def test_the_table_on_a_terminal_is_brief_and_the_report_has_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_on_a_terminal_is_brief_and_the_report_has_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     row = {
         "case": "decode 8 x 16 steps after 1024",
         "variant": "routed 0.25",

@@ -19,7 +19,13 @@ from text_models import save_base
 from training import make_trainer, rows
 
 import hf_depthroute
-from hf_depthroute import DepthRouteCallback, DepthRouteConfig, calibrate, get_depth_routed_model, set_budget
+from hf_depthroute import (
+    DepthRouteCallback,
+    DepthRouteConfig,
+    calibrate,
+    get_depth_routed_model,
+    set_budget,
+)
 from hf_depthroute.card import ResultError, add_results, make_card, write_card
 from hf_depthroute.card.escaping import cell, clean, code, escape, hub_id, shown_path
 from hf_depthroute.cli import main
@@ -35,11 +41,38 @@ MACHINE = {"device": "A CPU", "threads": 2, "cores": 4, "torch": "2.0"}
 def losses(**fields: Any) -> dict[str, Any]:
     """As `eval --json` writes it."""
     table = [
-        {"budget": 1.0, "rule": "dense", "loss": 2.0, "perplexity": 7.39, "full_ratio": 1.0, "gap": None},
-        {"budget": 0.5, "rule": "topk", "loss": 2.25, "perplexity": 9.49, "full_ratio": 0.5, "gap": None},
-        {"budget": 0.5, "rule": "threshold", "loss": 2.5, "perplexity": 12.18, "full_ratio": 0.48, "gap": 0.25},
+        {
+            "budget": 1.0,
+            "rule": "dense",
+            "loss": 2.0,
+            "perplexity": 7.39,
+            "full_ratio": 1.0,
+            "gap": None,
+        },
+        {
+            "budget": 0.5,
+            "rule": "topk",
+            "loss": 2.25,
+            "perplexity": 9.49,
+            "full_ratio": 0.5,
+            "gap": None,
+        },
+        {
+            "budget": 0.5,
+            "rule": "threshold",
+            "loss": 2.5,
+            "perplexity": 12.18,
+            "full_ratio": 0.48,
+            "gap": 0.25,
+        },
     ]
-    return {"dataset": "someone/text", "split": "test", "blocks": 8, "length": 16, "rows": table} | fields
+    return {
+        "dataset": "someone/text",
+        "split": "test",
+        "blocks": 8,
+        "length": 16,
+        "rows": table,
+    } | fields
 
 
 def tasks() -> dict[str, Any]:
@@ -58,9 +91,19 @@ def tasks() -> dict[str, Any]:
 
 def speed() -> dict[str, Any]:
     """As `bench --json` writes it."""
-    setting = {"model_type": "llama", "dtype": "float32", "routed_layers": [1], "batch": 4, "length": 8}
+    setting = {
+        "model_type": "llama",
+        "dtype": "float32",
+        "routed_layers": [1],
+        "batch": 4,
+        "length": 8,
+    }
     timed = {"routed_ms": 12.5, "speedup": 0.8, "eta": None, "full_ratio": 0.5, "tokens_per_s": 1.0}
-    return {"setting": setting, "machine": MACHINE, "prefill": {"dense_ms": 10.0, "budgets": {"0.5": timed}}}
+    return {
+        "setting": setting,
+        "machine": MACHINE,
+        "prefill": {"dense_ms": 10.0, "budgets": {"0.5": timed}},
+    }
 
 
 @pytest.fixture
@@ -100,7 +143,14 @@ def test_every_figure_is_of_a_result(adapter: Path) -> None:
     ]
     assert "| `piqa` | `acc` | `dense` | 0.7500 | 0.0100 |  | 100.0% | 100 |" in card.text
     assert "|  |  | `budget 0.5` | 0.5000 | 0.0100 | -0.2500 | 49.0% | 100 |" in card.text
-    assert table_row(card, "prefill 4 x 8, float32")[1:] == ["0.5", "50.0%", "10.00", "12.50", "0.800", "-"]
+    assert table_row(card, "prefill 4 x 8, float32")[1:] == [
+        "0.5",
+        "50.0%",
+        "10.00",
+        "12.50",
+        "0.800",
+        "-",
+    ]
     assert "`A CPU`, threads `2`, cores `4`" in card.text
     assert "at budget 0.5: 0.80 of the dense speed." in card.text
 
@@ -156,24 +206,34 @@ def test_it_says_what_stands_in_for_what_is_skipped(branch: str, saved_adapter: 
     assert said.count("What is skipped is replaced by") == 1
 
 
-def test_a_training_that_held_no_text_out_is_understood(adapter: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_training_that_held_no_text_out_is_understood(
+    adapter: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     card = make_card(adapter, training={"seconds": 2.0, "evaluation": []})
     assert "* Time: `2.0` seconds" in card.text and "### Loss\n\nNot measured." in card.text
     assert not recwarn.list
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
-def test_the_loading_code_runs(calibrated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loading_code_runs(
+    calibrated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of an adapter whose thresholds were never fitted it does not set a budget, which would be refused."""
     base = save_base(tmp_path / "base")
-    model = get_depth_routed_model(transformers.AutoModelForCausalLM.from_pretrained(base), DepthRouteConfig())
+    model = get_depth_routed_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base), DepthRouteConfig()
+    )
     if calibrated:
         calibrate(model, {"input_ids": tokens(2, 8)})
     model.save_pretrained(tmp_path / "adapter")
     card = make_card(tmp_path / "adapter", repo_id=None)
     source = re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1]
     assert str(tmp_path) not in card.content  # only the last part of a path is shown
-    assert ("\nhf_depthroute.set_budget" in source) == calibrated == ("**not calibrated**" not in card.text)
+    assert (
+        ("\nhf_depthroute.set_budget" in source)
+        == calibrated
+        == ("**not calibrated**" not in card.text)
+    )
     source = source.replace('"path/to/base"', repr(str(base))).replace(
         '"path/to/this/folder"', repr(str(tmp_path / "adapter"))
     )
@@ -183,14 +243,18 @@ def test_the_loading_code_runs(calibrated: bool, tmp_path: Path, capsys: pytest.
 
 def shares(text: str) -> list[str]:
     """The last column of the table of thresholds, its head first."""
-    head, _, *lines = re.search(r"\| layer \| threshold \|.*?\n\n", text, re.DOTALL)[0].strip().splitlines()
+    head, _, *lines = (
+        re.search(r"\| layer \| threshold \|.*?\n\n", text, re.DOTALL)[0].strip().splitlines()
+    )
     return [line.split("|")[3].strip() for line in (head, *lines)]
 
 
 def test_the_card_of_a_training_says_what_its_thresholds_let_run(tmp_path: Path) -> None:
     """Tracked in training, then calibrated; another budget has thresholds that nobody measured."""
     model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1, 3], budget=0.5))
-    trainer, _ = make_trainer(model, rows(32, length=32), tmp_path, learning_rate=1e-6, logging_steps=3)
+    trainer, _ = make_trainer(
+        model, rows(32, length=32), tmp_path, learning_rate=1e-6, logging_steps=3
+    )
     trainer.train()
     trainer.save_model(tmp_path / "adapter")
     head, *found = shares((tmp_path / "adapter" / "README.md").read_text())
@@ -198,7 +262,11 @@ def test_the_card_of_a_training_says_what_its_thresholds_let_run(tmp_path: Path)
     assert all(40 <= float(share.rstrip("%")) <= 60 for share in found) and len(found) == 2
     assert shares(str(make_card(model))) == [head, *found]
     set_budget(model, 0.25)
-    assert shares(str(make_card(model))) == ["share full in calibration", "not recorded", "not recorded"]
+    assert shares(str(make_card(model))) == [
+        "share full in calibration",
+        "not recorded",
+        "not recorded",
+    ]
     ratios = calibrate(model, [{"input_ids": tokens(4, 32)}])
     model.save_pretrained(tmp_path / "adapter")
     wanted = ["share full in calibration", *(f"{ratio:.1%}" for ratio in ratios.values())]
@@ -226,13 +294,18 @@ def test_results_of_other_weights_are_refused(adapter: Path) -> None:
         ([], "not a result"),
         ({"rows": []}, "no row of the dense base"),
         ({"rows": [{"rule": "dense"}]}, "'budget'"),
-        ({"rows": [{"rule": "dense", "budget": 1, "loss": "low", "full_ratio": 1}]}, "'low' is not a number"),
+        (
+            {"rows": [{"rule": "dense", "budget": 1, "loss": "low", "full_ratio": 1}]},
+            "'low' is not a number",
+        ),
         ({"runs": {"budget 0.5": {"lm_eval": {}}}}, "no run of the dense base"),
         ({"prefill": {}}, "is wrong"),
         ({"answer": 42}, "neither a result"),
     ],
 )
-def test_what_is_no_result_is_refused_in_one_line(content: Any, message: str, adapter: Path, tmp_path: Path) -> None:
+def test_what_is_no_result_is_refused_in_one_line(
+    content: Any, message: str, adapter: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "result.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ResultError, match=message) as refused:
@@ -282,12 +355,22 @@ def test_hostile_names_are_shown_and_do_nothing(saved_adapter: Save) -> None:
     named = tasks()
     for run in named["runs"].values():
         run["lm_eval"]["results"] = {HOSTILE: {f"{HOSTILE},none": 0.5}}
-    record = {"command": ["hf-depthroute", HOSTILE], "dataset": HOSTILE, "versions": {HOSTILE: HOSTILE}}
+    record = {
+        "command": ["hf-depthroute", HOSTILE],
+        "dataset": HOSTILE,
+        "versions": {HOSTILE: HOSTILE},
+    }
     card = make_card(
         *(folder, [losses(dataset=HOSTILE, split=HOSTILE), named, speed() | {"machine": machine}]),
         training=record, model_name=HOSTILE, license=HOSTILE, tags=[HOSTILE],
     )  # fmt: skip
-    assert set(card.data.to_dict()) == {"library_name", "license", "model-index", "pipeline_tag", "tags"}
+    assert set(card.data.to_dict()) == {
+        "library_name",
+        "license",
+        "model-index",
+        "pipeline_tag",
+        "tags",
+    }
     assert card.data.license == clean(HOSTILE) != "mit"
     assert card.text.count(END) == 1
     fenced = re.sub(r"```\w*\n.*?```", "", card.text, flags=re.DOTALL)
@@ -299,7 +382,9 @@ def test_hostile_names_are_shown_and_do_nothing(saved_adapter: Save) -> None:
     write_card(folder)  # and is still one that can be updated
 
 
-@pytest.mark.parametrize("text", ["a", "`a`", "``a` b", "", "a\nb", "a|b", "</code><b>", "\u202ea\x00\u2028b"])
+@pytest.mark.parametrize(
+    "text", ["a", "`a`", "``a` b", "", "a\nb", "a|b", "</code><b>", "\u202ea\x00\u2028b"]
+)
 def test_a_code_span_holds_any_text(text: str) -> None:
     span = code(text)
     fence = re.match("`+", span)[0]
@@ -313,7 +398,9 @@ def test_escaped_text_has_no_markup_left() -> None:
     assert clean("hf_" + "a" * 34) == "hf_***"
 
 
-@pytest.mark.parametrize("name", ["/home/me/llama", "../llama", "~/llama", "a/b/c", "-a", "a--b", "a b", "", None, 3])
+@pytest.mark.parametrize(
+    "name", ["/home/me/llama", "../llama", "~/llama", "a/b/c", "-a", "a--b", "a b", "", None, 3]
+)
 def test_a_path_is_no_hub_id(name: Any) -> None:
     assert hub_id(name) is None
     assert "/home" not in shown_path(str(name))
@@ -333,7 +420,9 @@ def test_text_around_the_generated_part_stays(adapter: Path) -> None:
     model.save_pretrained(adapter)
     again = ModelCard.load(path)
     assert (again.data.license, again.data["my-key"]) == ("mit", "mine")
-    assert again.text.startswith("\nMy words before.\n") and again.text.rstrip().endswith("My words after.")
+    assert again.text.startswith("\nMy words before.\n") and again.text.rstrip().endswith(
+        "My words after."
+    )
     assert again.text.count("| budget |") == 1 and "| budget | 0.125 of the calls in " in again.text
 
 
@@ -381,7 +470,9 @@ def test_the_trainers_card_tells_its_training(tmp_path: Path) -> None:
     trainer.train()
     batch = {"input_ids": tokens(4, 12)}
     add_results(model, evaluate_budgets(model, [batch], None, [0.5]))
-    trainer.create_model_card(license="apache-2.0", tags="mine", dataset="someone/text", dataset_name="of TRL's")
+    trainer.create_model_card(
+        license="apache-2.0", tags="mine", dataset="someone/text", dataset_name="of TRL's"
+    )
     card = ModelCard.load(tmp_path / "run" / "README.md")
     assert (card.data.license, card.data.datasets) == ("apache-2.0", ["someone/text"])
     assert "mine" in card.data.tags
@@ -394,13 +485,22 @@ def test_the_trainers_card_tells_its_training(tmp_path: Path) -> None:
 
 def test_a_plain_trainers_checkpoint_has_a_card(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, save_steps=1, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+        str(tmp_path),
+        max_steps=2,
+        save_steps=1,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
     )
     trainer = transformers.Trainer(build_routed("llama"), arguments, train_dataset=rows(4))
     trainer.add_callback(DepthRouteCallback(trainer))
     trainer.train()
     for step in (1, 2):
-        assert f"* Last log entry, step {step}: " in (tmp_path / f"checkpoint-{step}" / "README.md").read_text()
+        assert (
+            f"* Last log entry, step {step}: "
+            in (tmp_path / f"checkpoint-{step}" / "README.md").read_text()
+        )
 
 
 def test_another_methods_card_is_pefts_own(tmp_path: Path) -> None:
@@ -417,7 +517,9 @@ def test_a_named_adapter_is_loaded_from_its_subfolder(tmp_path: Path) -> None:
     assert 'adapter_name="router", subfolder="router"' in text
 
 
-def test_the_command_writes_the_card(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_card(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(*arguments: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
             main([str(argument) for argument in arguments])

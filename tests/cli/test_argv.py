@@ -32,14 +32,71 @@ COMMANDS = (
     "families",
 )
 OPTIONS = (
-    *("--model", "--adapter", "--dataset", "--out", "--config", "--budget", "--budgets", "--layers", "--gate"),
-    *("--steps", "--length", "--dtype", "--repeats", "--batch", "--compare", "--prompt", "--seed", "--threads"),
-    *("--json", "--debug", "--overwrite", "--full", "--lossless", "--lr", "--help", "--allow-base-mismatch"),
+    *(
+        "--model",
+        "--adapter",
+        "--dataset",
+        "--out",
+        "--config",
+        "--budget",
+        "--budgets",
+        "--layers",
+        "--gate",
+    ),
+    *(
+        "--steps",
+        "--length",
+        "--dtype",
+        "--repeats",
+        "--batch",
+        "--compare",
+        "--prompt",
+        "--seed",
+        "--threads",
+    ),
+    *(
+        "--json",
+        "--debug",
+        "--overwrite",
+        "--full",
+        "--lossless",
+        "--lr",
+        "--help",
+        "--allow-base-mismatch",
+    ),
 )
-VALUES = ["", "0", "-1", "0.5", "nan", "1e999", "last:2", "1,2", "all", "x" * 300, "/nonexistent", ".", "\0"]
+VALUES = [
+    "",
+    "0",
+    "-1",
+    "0.5",
+    "nan",
+    "1e999",
+    "last:2",
+    "1,2",
+    "all",
+    "x" * 300,
+    "/nonexistent",
+    ".",
+    "\0",
+]
 WORDS = st.one_of(
     st.sampled_from(
-        ["", "0", "-1", "0.5", "nan", "1e999", "last:2", "1,2", "all", "x" * 300, "/nonexistent", ".", "\0"]
+        [
+            "",
+            "0",
+            "-1",
+            "0.5",
+            "nan",
+            "1e999",
+            "last:2",
+            "1,2",
+            "all",
+            "x" * 300,
+            "/nonexistent",
+            ".",
+            "\0",
+        ]
     ),
     st.text(max_size=20),
     st.integers().map(str),
@@ -67,7 +124,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @example(argv=["fit", "--model", ".", "--dataset", ".", "--out", "."])
 def test_any_argv_ends_in_order(argv: list[str]) -> None:
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as caught:
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as caught,
+    ):
         main(argv)
     said = err.getvalue()
     assert caught.value.code in (0, 2, 3, 4, 5)
@@ -79,7 +140,9 @@ def test_any_argv_ends_in_order(argv: list[str]) -> None:
 
 
 def test_the_commands_are_all_of_them() -> None:
-    assert {command.name for command in app.registered_commands if not command.hidden} == set(COMMANDS)
+    assert {command.name for command in app.registered_commands if not command.hidden} == set(
+        COMMANDS
+    )
 
 
 NEEDED = {

@@ -17,7 +17,12 @@ from text_models import save_base
 from training import make_trainer, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_depthroute.training.checkpoints import CheckpointError, fault_of, last_complete, mark_complete
+from hf_depthroute.training.checkpoints import (
+    CheckpointError,
+    fault_of,
+    last_complete,
+    mark_complete,
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +81,9 @@ def test_stdin_that_is_no_text_is_refused(adapter: Path, monkeypatch: pytest.Mon
 
 def test_stdin_is_utf8_in_every_locale(adapter: Path) -> None:
     ended = process(
-        *("generate", adapter, "--max-new-tokens", "2"), stdin="the écat".encode(), PYTHONIOENCODING="ascii"
+        *("generate", adapter, "--max-new-tokens", "2"),
+        stdin="the écat".encode(),
+        PYTHONIOENCODING="ascii",
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.isascii() and b"\\xe9cat" in ended.stdout
@@ -88,12 +95,19 @@ BIG = "9" * 5000
 
 @pytest.mark.parametrize(
     "written",
-    [f"steps: {BIG}", f"seed: 0x{'f' * 9000}", "steps: 99999999999999999999", "lr: [1, 0x" + "f" * 9000 + "]"],
+    [
+        f"steps: {BIG}",
+        f"seed: 0x{'f' * 9000}",
+        "steps: 99999999999999999999",
+        "lr: [1, 0x" + "f" * 9000 + "]",
+    ],
 )
 def test_a_huge_integer_in_a_config_is_a_usage_error(written: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(written)
-    ended = run("train", "--config", path, "--model", "m", "--dataset", "x.txt", "--out", tmp_path / "out")
+    ended = run(
+        "train", "--config", path, "--model", "m", "--dataset", "x.txt", "--out", tmp_path / "out"
+    )
     assert ended.code == 2
     assert str(path) in ended.error and len(ended.error) < 500
 

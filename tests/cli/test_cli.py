@@ -107,7 +107,9 @@ def started(*arguments: object, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "hf_depthroute", *map(str, arguments)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ
+        | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        | environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -123,15 +125,41 @@ def started(*arguments: object, **environment: str) -> subprocess.Popen[str]:
 def test_train_eval_generate(run: Run, base: Path, text: Path, tmp_path: Path) -> None:
     out, rows_file = tmp_path / "deep" / "out", tmp_path / "rows.json"
     trained = run(
-        *("train", "--model", base, "--dataset", text, "--split", "train[:80%]", "--validation-split", "train[80%:]"),
-        *("--out", out, "--layers", "1,2,3", "--budget", "0.5", "--steps", 8, "--batch-size", 4, "--length", 16),
+        *(
+            "train",
+            "--model",
+            base,
+            "--dataset",
+            text,
+            "--split",
+            "train[:80%]",
+            "--validation-split",
+            "train[80%:]",
+        ),
+        *(
+            "--out",
+            out,
+            "--layers",
+            "1,2,3",
+            "--budget",
+            "0.5",
+            "--steps",
+            8,
+            "--batch-size",
+            4,
+            "--length",
+            16,
+        ),
         *("--logging-steps", 4, "--lr", "2e-3"),
     )
     assert trained.code == 0, trained.err
     assert "validation loss: dense" in trained.out
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "training.json"} <= {
-        path.name for path in out.iterdir()
-    }
+    assert {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "training.json",
+    } <= {path.name for path in out.iterdir()}
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
     record = json.loads((out / "training.json").read_text())
@@ -142,7 +170,19 @@ def test_train_eval_generate(run: Run, base: Path, text: Path, tmp_path: Path) -
     assert set(record["calibrated_full_ratio"]) == {"1", "2", "3"}
 
     evaluated = run(
-        *("eval", "--adapter", out, "--dataset", text, "--length", 16, "--budgets", "0.25,1", "--json", rows_file)
+        *(
+            "eval",
+            "--adapter",
+            out,
+            "--dataset",
+            text,
+            "--length",
+            16,
+            "--budgets",
+            "0.25,1",
+            "--json",
+            rows_file,
+        )
     )
     assert evaluated.code == 0, evaluated.err
     rows = json.loads(rows_file.read_text())["rows"]
@@ -155,19 +195,35 @@ def test_train_eval_generate(run: Run, base: Path, text: Path, tmp_path: Path) -
 
     prompt = "the cat sat"
     wanted = transformers.AutoModelForCausalLM.from_pretrained(base).generate(
-        **word_tokenizer()(prompt, return_tensors="pt", return_token_type_ids=False), max_new_tokens=6, do_sample=False
+        **word_tokenizer()(prompt, return_tensors="pt", return_token_type_ids=False),
+        max_new_tokens=6,
+        do_sample=False,
     )
     for extra in (["--full"], ["--budget", "1"]):
-        generated = run("generate", "--adapter", out, "--prompt", prompt, "--max-new-tokens", 6, *extra)
+        generated = run(
+            "generate", "--adapter", out, "--prompt", prompt, "--max-new-tokens", 6, *extra
+        )
         assert generated.code == 0, generated.err
-        assert generated.out.strip() == word_tokenizer().decode(wanted[0], skip_special_tokens=True).strip()
+        assert (
+            generated.out.strip()
+            == word_tokenizer().decode(wanted[0], skip_special_tokens=True).strip()
+        )
         assert re.fullmatch(
-            r"\d+ tokens, [\d.]+ tokens/s, full ratio 1\.000( of the routed layers, 1\.000 of all \d)?\n", generated.err
+            r"\d+ tokens, [\d.]+ tokens/s, full ratio 1\.000( of the routed layers, 1\.000 of all \d)?\n",
+            generated.err,
         )
 
 
 def test_generate_reports_the_share_of_all_steps(run: Run, adapter: Path) -> None:
-    ended = run("generate", "--adapter", adapter, "--prompt", "the cat sat on the mat", "--max-new-tokens", 20)
+    ended = run(
+        "generate",
+        "--adapter",
+        adapter,
+        "--prompt",
+        "the cat sat on the mat",
+        "--max-new-tokens",
+        20,
+    )
     assert ended.code == 0, ended.err
     ratio = float(re.search(r"full ratio ([\d.]+)", ended.err)[1])
     assert 0 < ratio < 1
@@ -177,7 +233,9 @@ def test_generate_reports_the_share_of_all_steps(run: Run, adapter: Path) -> Non
     assert ratio * 3 % 1 != 0  # not the three layers' decisions on one last token
 
 
-def test_generate_takes_its_time_without_the_count(run: Run, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_takes_its_time_without_the_count(
+    run: Run, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ratios, generate = [], peft.PeftModelForCausalLM.generate
 
     def spied(model: peft.PeftModel, **arguments: object) -> object:
@@ -190,16 +248,37 @@ def test_generate_takes_its_time_without_the_count(run: Run, adapter: Path, monk
 
     monkeypatch.setattr(peft.PeftModelForCausalLM, "generate", spied)
     for phases in ("all", "prefill"):
-        ended = run("generate", adapter, "--prompt", "the cat sat", "--max-new-tokens", 12, "--phases", phases)
+        ended = run(
+            "generate",
+            adapter,
+            "--prompt",
+            "the cat sat",
+            "--max-new-tokens",
+            12,
+            "--phases",
+            phases,
+        )
         assert f"full ratio {ratios[-1]:.3f}" in ended.err
 
 
 def test_sampling_repeats_with_its_seed_and_changes_with_another(run: Run, adapter: Path) -> None:
-    sample = ["generate", "--adapter", adapter, "--prompt", "the", "--max-new-tokens", 16, "--sample", "--seed"]
+    sample = [
+        "generate",
+        "--adapter",
+        adapter,
+        "--prompt",
+        "the",
+        "--max-new-tokens",
+        16,
+        "--sample",
+        "--seed",
+    ]
     assert run(*sample, 1).out == run(*sample, 1).out != run(*sample, 2).out
 
 
-def test_generate_reads_stdin(run: Run, adapter: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_generate_reads_stdin(
+    run: Run, adapter: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "prompt").write_text("the cat\n")
     with (tmp_path / "prompt").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -208,7 +287,9 @@ def test_generate_reads_stdin(run: Run, adapter: Path, monkeypatch: pytest.Monke
     assert ended.out.startswith("the cat")
 
 
-def test_eval_calibrates_on_the_split_it_is_told(run: Run, adapter: Path, text: Path, tmp_path: Path) -> None:
+def test_eval_calibrates_on_the_split_it_is_told(
+    run: Run, adapter: Path, text: Path, tmp_path: Path
+) -> None:
     ratios = []
     for extra in ([], ["--calibrate-on", "train[:50%]"]):
         path = tmp_path / "rows.json"
@@ -244,10 +325,14 @@ def test_train_variants_save_a_loadable_adapter(
     assert bool(list((tmp_path / "out").rglob("events.out.tfevents*"))) == ("tensorboard" in extra)
     logged = json.loads((tmp_path / "out" / "training.json").read_text())["log_history"]
     names = {name for entry in logged for name in entry}
-    assert ({"loss_util", "loss_rank", "loss_cgs", "loss_z", "loss_distill"} <= names) == ("--oracle" in extra)
+    assert ({"loss_util", "loss_rank", "loss_cgs", "loss_z", "loss_distill"} <= names) == (
+        "--oracle" in extra
+    )
 
 
-def test_the_same_seed_trains_the_same_adapter(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+def test_the_same_seed_trains_the_same_adapter(
+    run: Run, train_arguments: list[object], tmp_path: Path
+) -> None:
     weights = []
     for seed in (1, 1, 2):
         assert run(*train_arguments, "--seed", seed, "--overwrite").code == 0
@@ -255,21 +340,33 @@ def test_the_same_seed_trains_the_same_adapter(run: Run, train_arguments: list[o
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_a_card_refuses_what_was_measured_on_another_base(run: Run, adapter: Path, text: Path, tmp_path: Path) -> None:
+def test_a_card_refuses_what_was_measured_on_another_base(
+    run: Run, adapter: Path, text: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
-    shutil.copytree(json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"], other)
+    shutil.copytree(
+        json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"], other
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(other)
     for parameter in model.parameters():
         parameter.data += 0.5
     model.save_pretrained(other)
     on_other = ("--model", other, "--allow-base-mismatch", "--json", tmp_path / "other.json")
     short = ("--length", 8, "--budgets", "0.5")
-    assert run("eval", adapter, "--dataset", text, *short, "--json", tmp_path / "own.json").code == 0
+    assert (
+        run("eval", adapter, "--dataset", text, *short, "--json", tmp_path / "own.json").code == 0
+    )
     assert run("card", adapter, "--results", tmp_path / "own.json").code == 0
-    for command in (("eval", adapter, "--dataset", text), ("bench", adapter, "--repeats", 1, "--decode-steps", 1)):
+    for command in (
+        ("eval", adapter, "--dataset", text),
+        ("bench", adapter, "--repeats", 1, "--decode-steps", 1),
+    ):
         assert run(*command, *short, *on_other).code == 0
         ended = run("card", adapter, "--results", tmp_path / "other.json")
-        assert ended.code == errors.USAGE and "measured on another base than this adapter's" in ended.error
+        assert (
+            ended.code == errors.USAGE
+            and "measured on another base than this adapter's" in ended.error
+        )
 
 
 def test_bench_prints_and_writes_both_phases(run: Run, adapter: Path, tmp_path: Path) -> None:
@@ -283,7 +380,18 @@ def test_bench_prints_and_writes_both_phases(run: Run, adapter: Path, tmp_path: 
 
 def test_bench_measures_every_size(run: Run, adapter: Path, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    sizes = ("--batch", 2, "--length", "4,8", "--decode-batch", "1,2", "--decode-steps", 1, "--repeats", 1)
+    sizes = (
+        "--batch",
+        2,
+        "--length",
+        "4,8",
+        "--decode-batch",
+        "1,2",
+        "--decode-steps",
+        1,
+        "--repeats",
+        1,
+    )
     ended = run("bench", adapter, *sizes, "--budgets", "0.5", "--out", path)
     assert ended.code == 0, ended.err
     found = json.loads(path.read_text())["measurements"]
@@ -305,18 +413,32 @@ def test_a_command_that_moved_says_where_it_is(run: Run) -> None:
 def test_yaml_sets_options_and_the_command_line_overrides_them(
     run: Run, train_arguments: list[object], tmp_path: Path
 ) -> None:
-    config = write_yaml(tmp_path, "budget: 0.75\nlayers: [1, 3]\nlr: 2e-4\ngate-hidden: 4\nseed: 5\noverwrite: true\n")
+    config = write_yaml(
+        tmp_path,
+        "budget: 0.75\nlayers: [1, 3]\nlr: 2e-4\ngate-hidden: 4\nseed: 5\noverwrite: true\n",
+    )
     assert run(*train_arguments, "--config", config, "--seed", 7).code == 0
     arguments = json.loads((tmp_path / "out" / "training.json").read_text())["arguments"]
-    wanted = {"budget": 0.75, "layers": "1,3", "lr": 2e-4, "gate_hidden": 4, "seed": 7, "overwrite": True}
+    wanted = {
+        "budget": 0.75,
+        "layers": "1,3",
+        "lr": 2e-4,
+        "gate_hidden": 4,
+        "seed": 7,
+        "overwrite": True,
+    }
     assert {name: arguments[name] for name in wanted} == wanted
     saved = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (saved["layers"], saved["budget"], saved["gate_hidden"]) == ([1, 3], 0.75, 4)
 
 
-def test_yaml_can_give_required_options(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+def test_yaml_can_give_required_options(
+    run: Run, train_arguments: list[object], tmp_path: Path
+) -> None:
     command, *rest = map(str, train_arguments)
-    keys = "".join(f"{name.removeprefix('--')}: {value}\n" for name, value in zip(rest[::2], rest[1::2]))
+    keys = "".join(
+        f"{name.removeprefix('--')}: {value}\n" for name, value in zip(rest[::2], rest[1::2])
+    )
     assert run(command, "--config", write_yaml(tmp_path, keys)).code == 0
 
 
@@ -358,8 +480,18 @@ def test_yaml_gives_an_option_that_may_be_given_several_times(
     value: str, run: Run, adapter: Path, text: Path, tmp_path: Path
 ) -> None:
     result = tmp_path / "eval.json"
-    assert run("eval", adapter, "--dataset", text, "--length", 16, "--budgets", 0.5, "--out", result).code == 0
-    ended = run("card", adapter, "--config", write_yaml(tmp_path, f"results: {value.replace('FILE', str(result))}\n"))
+    assert (
+        run(
+            "eval", adapter, "--dataset", text, "--length", 16, "--budgets", 0.5, "--out", result
+        ).code
+        == 0
+    )
+    ended = run(
+        "card",
+        adapter,
+        "--config",
+        write_yaml(tmp_path, f"results: {value.replace('FILE', str(result))}\n"),
+    )
     assert ended.code == 0, ended.err
     shown = (adapter / "README.md").read_text().count("| causal threshold |")
     assert shown == value.count("FILE")
@@ -367,7 +499,9 @@ def test_yaml_gives_an_option_that_may_be_given_several_times(
     assert ended.code == errors.USAGE and "results must be a single value" in ended.error
 
 
-def test_a_missing_yaml_file_is_named(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+def test_a_missing_yaml_file_is_named(
+    run: Run, train_arguments: list[object], tmp_path: Path
+) -> None:
     ended = run(*train_arguments, "--config", tmp_path / "none.yaml")
     assert ended.code == errors.USAGE
     assert "none.yaml: No such file" in ended.error
@@ -389,7 +523,10 @@ def test_a_missing_yaml_file_is_named(run: Run, train_arguments: list[object], t
         (["--gate", "magic"], "use one of: mlp, jepa"),
         (["--branch-rank", "0"], "branch_rank=0"),
         (["--budget-weight", "-1"], "budget_weight=-1.0"),
-        (["--oracle", "later"], "oracle='later' is not supported; use one of: none, all_full, on_policy"),
+        (
+            ["--oracle", "later"],
+            "oracle='later' is not supported; use one of: none, all_full, on_policy",
+        ),
         (["--oracle-interval", "0"], "oracle_interval=0 must be at least 1"),
         (["--lr", "nan"], "--lr nan"),
         (["--dtype", "int8"], "use one of: float32, bfloat16"),
@@ -431,7 +568,9 @@ def test_an_unknown_family_is_refused_with_the_supported_ones(
     assert "llama" in ended.error
 
 
-def test_a_tokenizer_of_another_model_is_refused(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(
+    run: Run, train_arguments: list[object], tmp_path: Path
+) -> None:
     folder = save_base(tmp_path / "other")
     tokenizer = word_tokenizer()
     tokenizer.add_tokens([f"word{i}" for i in range(100)])
@@ -472,8 +611,12 @@ def test_generate_refuses(extra: list[str], message: str, run: Run, adapter: Pat
     assert message in ended.error
 
 
-@pytest.mark.parametrize("budgets, message", [("0.5,x", "such as 0.25,0.5"), ("0,0.5", "budget=0.0"), ("", "such as")])
-def test_eval_refuses_budgets(budgets: str, message: str, run: Run, adapter: Path, text: Path) -> None:
+@pytest.mark.parametrize(
+    "budgets, message", [("0.5,x", "such as 0.25,0.5"), ("0,0.5", "budget=0.0"), ("", "such as")]
+)
+def test_eval_refuses_budgets(
+    budgets: str, message: str, run: Run, adapter: Path, text: Path
+) -> None:
     ended = run("eval", "--adapter", adapter, "--dataset", text, "--budgets", budgets)
     assert ended.code == errors.USAGE
     assert message in ended.error
@@ -482,12 +625,30 @@ def test_eval_refuses_budgets(budgets: str, message: str, run: Run, adapter: Pat
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["bench", "--compare", "a", "b", "--threads", "1"], "bench: --threads has no effect with --compare"),
-        (["bench", "ADAPTER", "--cases", "decode", "--decode-steps", "0"], "leaves nothing of --cases decode"),
-        (["eval", "ADAPTER", "--dataset", "TEXT", "--limit", "3"], "eval: --limit has no effect without --tasks"),
-        (["eval", "ADAPTER", "--dataset", "TEXT", "--num-fewshot", "3"], "--num-fewshot has no effect"),
-        (["eval", "ADAPTER", "--dataset", "TEXT", "--include-path", "."], "--include-path has no effect"),
-        (["eval", "ADAPTER", "--tasks", "piqa", "--blocks", "3"], "eval: --blocks has no effect with --tasks"),
+        (
+            ["bench", "--compare", "a", "b", "--threads", "1"],
+            "bench: --threads has no effect with --compare",
+        ),
+        (
+            ["bench", "ADAPTER", "--cases", "decode", "--decode-steps", "0"],
+            "leaves nothing of --cases decode",
+        ),
+        (
+            ["eval", "ADAPTER", "--dataset", "TEXT", "--limit", "3"],
+            "eval: --limit has no effect without --tasks",
+        ),
+        (
+            ["eval", "ADAPTER", "--dataset", "TEXT", "--num-fewshot", "3"],
+            "--num-fewshot has no effect",
+        ),
+        (
+            ["eval", "ADAPTER", "--dataset", "TEXT", "--include-path", "."],
+            "--include-path has no effect",
+        ),
+        (
+            ["eval", "ADAPTER", "--tasks", "piqa", "--blocks", "3"],
+            "eval: --blocks has no effect with --tasks",
+        ),
     ],
 )
 def test_an_option_that_nothing_looks_at_is_refused(
@@ -512,7 +673,9 @@ def test_an_option_that_nothing_looks_at_is_refused(
 def test_a_budget_of_an_adapter_that_was_never_fitted_is_refused(
     arguments: list[object], run: Run, base: Path, text: Path, tmp_path: Path
 ) -> None:
-    fresh = get_depth_routed_model(transformers.AutoModelForCausalLM.from_pretrained(base), DepthRouteConfig())
+    fresh = get_depth_routed_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base), DepthRouteConfig()
+    )
     fresh.save_pretrained(tmp_path / "adapter")
     places = {"ADAPTER": tmp_path / "adapter", "TEXT": text}
     ended = run(*(places.get(str(word), word) for word in arguments))
@@ -523,7 +686,9 @@ def test_a_budget_of_an_adapter_that_was_never_fitted_is_refused(
         assert ended.code == 0, ended.error
 
 
-def test_an_adapter_given_as_model_is_recognised(run: Run, train_arguments: list[object], adapter: Path) -> None:
+def test_an_adapter_given_as_model_is_recognised(
+    run: Run, train_arguments: list[object], adapter: Path
+) -> None:
     ended = run(*train_arguments, "--model", adapter)
     assert ended.code == errors.USAGE
     assert "pass it as --adapter" in ended.error
@@ -532,7 +697,9 @@ def test_an_adapter_given_as_model_is_recognised(run: Run, train_arguments: list
 # The output folder
 
 
-def test_an_existing_folder_is_kept_without_overwrite(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+def test_an_existing_folder_is_kept_without_overwrite(
+    run: Run, train_arguments: list[object], tmp_path: Path
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes").write_text("mine")
     assert "--overwrite" in run(*train_arguments).error
@@ -546,7 +713,12 @@ def test_overwrite_replaces_the_files_of_an_adapter_and_no_others(
     """In a folder that a person works in, as `--out .`"""
     assert run(*train_arguments).code == 0
     out = tmp_path / "out"
-    own = {".git/config": "[core]", "text.txt": "the cat sat", "data/rows.jsonl": "{}", "runs/run-1/events": "x"}
+    own = {
+        ".git/config": "[core]",
+        "text.txt": "the cat sat",
+        "data/rows.jsonl": "{}",
+        "runs/run-1/events": "x",
+    }
     for name, content in own.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(content)
@@ -592,7 +764,12 @@ def test_a_disk_that_is_full_inside_torchs_writer_is_named_so(room: int, zipped:
     "failure, code",
     [
         (OSError(errno.ENOSPC, "No space left on device", "weights"), errors.RESOURCES),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), errors.RESOURCES),
+        (
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            ),
+            errors.RESOURCES,
+        ),
         (KeyboardInterrupt(), errors.INTERRUPTED),
         (ZeroDivisionError("unforeseen"), errors.OTHER),
     ],
@@ -634,7 +811,9 @@ def test_a_full_disk_names_the_path_and_the_size(
     monkeypatch.setattr(peft.PeftModel, "save_pretrained", fail)
     ended = run(*train_arguments)
     assert ended.code == errors.RESOURCES
-    assert re.search(rf"{tmp_path / 'out'}: disk full; the adapter needs about [\d,]+ bytes", ended.error)
+    assert re.search(
+        rf"{tmp_path / 'out'}: disk full; the adapter needs about [\d,]+ bytes", ended.error
+    )
 
 
 def test_a_folder_that_stays_empty_is_removed_when_the_work_fails(tmp_path: Path) -> None:
@@ -653,7 +832,14 @@ def test_a_killed_training_leaves_no_adapter(train_arguments: list[object], tmp_
     processes = {}
     try:
         for number in (signal.SIGINT, signal.SIGKILL):
-            endless = ("--steps", 10**6, "--logging-steps", 1, "--out", tmp_path / number.name / "out")
+            endless = (
+                "--steps",
+                10**6,
+                "--logging-steps",
+                1,
+                "--out",
+                tmp_path / number.name / "out",
+            )
             processes[number] = started(*train_arguments, *endless)
         ended = {}
         for number, process in processes.items():
@@ -695,16 +881,32 @@ def change_config(**changes: object) -> Callable[[Path], None]:
     "damage, message",
     [
         (truncate, "corrupt"),
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").unlink(),
+            "no adapter_model.safetensors",
+        ),
         (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config.json"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json is corrupt"),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text("{"),
+            "adapter_config.json is corrupt",
+        ),
         (change_config(peft_type="LORA"), "a LORA adapter, not a depth-routed one"),
         (change_config(peft_type="LATER"), "peft_type 'LATER' is unknown"),
         (change_config(budget=0), "budget=0"),
         (change_config(layers=[77]), "layers=[77]"),
         (change_config(gate_hidden=3), "shape"),
     ],
-    ids=["truncated", "no weights", "no config", "json", "lora", "type", "budget", "layers", "shape"],
+    ids=[
+        "truncated",
+        "no weights",
+        "no config",
+        "json",
+        "lora",
+        "type",
+        "budget",
+        "layers",
+        "shape",
+    ],
 )
 def test_a_damaged_adapter_is_named(
     damage: Callable[[Path], object], message: str, run: Run, adapter: Path, text: Path
@@ -751,9 +953,15 @@ def test_every_command_names_its_adapter_by_position_or_by_the_older_option(
 ) -> None:
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: True)
     rest = ADAPTER_COMMANDS[command]
-    for words in (["./absent", *rest], ["--adapter", "./absent", *rest], [*rest, "--adapter", "./absent"]):
+    for words in (
+        ["./absent", *rest],
+        ["--adapter", "./absent", *rest],
+        [*rest, "--adapter", "./absent"],
+    ):
         ended = run(command, *words)
-        assert (ended.code, "adapter ./absent: " in ended.error) == (errors.USAGE, True), ended.error
+        assert (ended.code, "adapter ./absent: " in ended.error) == (errors.USAGE, True), (
+            ended.error
+        )
     ended = run(command, "./absent", *rest, "--adapter", "./other")
     assert ended.code == errors.USAGE
     assert "./absent and --adapter ./other" in ended.error
@@ -768,7 +976,10 @@ def test_a_command_without_an_adapter_says_how_to_name_one(command: str, run: Ru
 
 def test_serve_wants_its_adapter_before_the_options_of_the_server(run: Run) -> None:
     ended = run("serve", "--port", "0", "adapter")
-    assert (ended.code, "before --port: hf-depthroute serve ADAPTER --port" in ended.error) == (errors.USAGE, True)
+    assert (ended.code, "before --port: hf-depthroute serve ADAPTER --port" in ended.error) == (
+        errors.USAGE,
+        True,
+    )
 
 
 def test_out_is_where_the_result_goes_and_json_its_older_spelling(run: Run, tmp_path: Path) -> None:
@@ -781,17 +992,35 @@ def test_out_is_where_the_result_goes_and_json_its_older_spelling(run: Run, tmp_
 
 
 def test_eval_writes_its_result_alone_to_stdout(run: Run, adapter: Path, text: Path) -> None:
-    ended = run("eval", adapter, "--dataset", text, "--length", 16, "--blocks", 2, "--budgets", "0.5", "--out", "-")
+    ended = run(
+        "eval",
+        adapter,
+        "--dataset",
+        text,
+        "--length",
+        16,
+        "--blocks",
+        2,
+        "--budgets",
+        "0.5",
+        "--out",
+        "-",
+    )
     assert ended.code == 0, ended.err
     assert [row["rule"] for row in json.loads(ended.out)["rows"]] == ["dense", "topk", "threshold"]
 
 
-@pytest.mark.parametrize("command", [["eval", "./absent", "--dataset", "x"], ["bench", "./absent"], ["families"]])
+@pytest.mark.parametrize(
+    "command", [["eval", "./absent", "--dataset", "x"], ["bench", "./absent"], ["families"]]
+)
 def test_a_result_that_cannot_be_written_is_refused_before_the_work(
     command: list[str], run: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    for path, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "x.json", "no file can be made in")):
+    for path, message in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "file" / "x.json", "no file can be made in"),
+    ):
         for option in ("--out", "--json"):
             ended = run(*command, option, path)
             assert (ended.code, ended.out) == (errors.USAGE, "")
@@ -799,20 +1028,41 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_work(
 
 
 @pytest.mark.parametrize("key", ["out", "json", "json_file"])
-def test_a_yaml_file_spells_options_as_the_command_line_does(key: str, run: Run, tmp_path: Path) -> None:
-    ended = run("eval", "./absent", "--dataset", "x", "--config", write_yaml(tmp_path, f"{key}: {tmp_path}\n"))
+def test_a_yaml_file_spells_options_as_the_command_line_does(
+    key: str, run: Run, tmp_path: Path
+) -> None:
+    ended = run(
+        "eval",
+        "./absent",
+        "--dataset",
+        "x",
+        "--config",
+        write_yaml(tmp_path, f"{key}: {tmp_path}\n"),
+    )
     assert ended.error.startswith(f"--out {tmp_path}: is a folder")
 
 
 def test_an_adapter_of_a_yaml_file_gives_way_to_the_command_line(run: Run, tmp_path: Path) -> None:
     path = write_yaml(tmp_path, "adapter: ./from-yaml\nprompt: the\n")
-    for words, name in (([], "from-yaml"), (["./argument"], "argument"), (["--adapter", "./option"], "option")):
-        assert f"adapter ./{name}: no such folder" in run("generate", "--config", path, *words).error
+    for words, name in (
+        ([], "from-yaml"),
+        (["./argument"], "argument"),
+        (["--adapter", "./option"], "option"),
+    ):
+        assert (
+            f"adapter ./{name}: no such folder" in run("generate", "--config", path, *words).error
+        )
 
 
 @pytest.mark.parametrize("recorded", ["./runs/base", "runs/base"], ids=["path", "like a Hub id"])
 @pytest.mark.parametrize(
-    "command", [["eval", "--dataset", "x"], ["generate", "--prompt", "the"], ["bench"], ["report", "--dataset", "x"]]
+    "command",
+    [
+        ["eval", "--dataset", "x"],
+        ["generate", "--prompt", "the"],
+        ["bench"],
+        ["report", "--dataset", "x"],
+    ],
 )
 def test_a_recorded_base_that_is_not_here_asks_for_model(
     command: list[str], recorded: str, run: Run, adapter: Path
@@ -821,7 +1071,9 @@ def test_a_recorded_base_that_is_not_here_asks_for_model(
     ended = run(*command, adapter)
     assert ended.code == (errors.USAGE if recorded.startswith(".") else errors.HUB)
     assert ended.error.startswith(f"model {recorded}: ")
-    assert ended.error.endswith(f"; adapter {adapter} names this base: where it is elsewhere by now, pass --model")
+    assert ended.error.endswith(
+        f"; adapter {adapter} names this base: where it is elsewhere by now, pass --model"
+    )
     assert "pass --model" not in run(*command, adapter, "--model", "./absent").error
 
 
@@ -847,7 +1099,9 @@ def test_a_missing_adapter_folder_is_a_usage_error(run: Run) -> None:
 # The Hub: exit code 3
 
 
-def test_offline_says_so_for_models_datasets_and_adapters(run: Run, train_arguments: list[object]) -> None:
+def test_offline_says_so_for_models_datasets_and_adapters(
+    run: Run, train_arguments: list[object]
+) -> None:
     for ended in (
         run(*train_arguments, "--model", "someone/model"),
         run(*train_arguments, "--dataset", "someone/dataset"),
@@ -893,7 +1147,9 @@ HUB_MESSAGES = {
 }
 
 
-def test_the_hubs_refusals_have_their_own_messages_and_show_no_token(base: Path, text: Path, tmp_path: Path) -> None:
+def test_the_hubs_refusals_have_their_own_messages_and_show_no_token(
+    base: Path, text: Path, tmp_path: Path
+) -> None:
     """In a process of its own: the Hub client reads its address when it is imported."""
     tokens = {"token": TOKEN, "wrong token": TOKEN.replace("abc", "xyz")}
     with HubServer() as hub:
@@ -916,7 +1172,9 @@ def test_the_hubs_refusals_have_their_own_messages_and_show_no_token(base: Path,
         lines = err.splitlines()
         assert code == errors.HUB, err
         assert len(lines) == 1 or kind == "debug"
-        assert lines[-1].startswith(f"error: {'adapter' if kind == 'debug' else kind} someone/{name}: ")
+        assert lines[-1].startswith(
+            f"error: {'adapter' if kind == 'debug' else kind} someone/{name}: "
+        )
         assert HUB_MESSAGES[label, name] in lines[-1]
     assert not (tmp_path / "out").exists()
 
@@ -954,13 +1212,17 @@ def test_the_version_is_shown_with_those_that_matter(capsys: pytest.CaptureFixtu
     assert out.startswith(f"hf-depthroute {__version__} (torch {version('torch')}, transformers ")
 
 
-def test_a_process_ends_with_the_code_and_one_line(train_arguments: list[object], tmp_path: Path) -> None:
+def test_a_process_ends_with_the_code_and_one_line(
+    train_arguments: list[object], tmp_path: Path
+) -> None:
     truncated = tmp_path / "adapter"
     routed(build_base("llama")).save_pretrained(truncated)
     truncate(truncated)
     processes = {
         errors.HUB: started(*train_arguments, "--model", "someone/model"),
-        errors.ADAPTER: started("generate", "--adapter", truncated, "--model", train_arguments[2], *PROMPT),
+        errors.ADAPTER: started(
+            "generate", "--adapter", truncated, "--model", train_arguments[2], *PROMPT
+        ),
     }
     for code, process in processes.items():
         out, err = process.communicate(timeout=400)

@@ -27,15 +27,31 @@ from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, read_config, tensors_hash
 
 FORGED = "me/base\x1b[2K\r\n\x1b[32mok\x1b[0m     hash is fine\x9b2J\x1b]0;owned\x07\u202ekcab\u2066\x85\u2028"
-CONTROLS = st.sampled_from([*map(chr, [*range(32), *range(127, 160)]), *"\u202a\u202e\u2066\u2069\u200f\u061c\u2028"])
-HOSTILE = st.text(st.one_of(CONTROLS, st.characters(exclude_categories=["Cs"])), min_size=1, max_size=60)
-STRINGS = ("base_model_name_or_path", "revision", "peft_version", "library_version", "weights_hash", "target", "gate")
+CONTROLS = st.sampled_from(
+    [*map(chr, [*range(32), *range(127, 160)]), *"\u202a\u202e\u2066\u2069\u200f\u061c\u2028"]
+)
+HOSTILE = st.text(
+    st.one_of(CONTROLS, st.characters(exclude_categories=["Cs"])), min_size=1, max_size=60
+)
+STRINGS = (
+    "base_model_name_or_path",
+    "revision",
+    "peft_version",
+    "library_version",
+    "weights_hash",
+    "target",
+    "gate",
+)
 FOLDERS = ("doctor", "card", "generate", "eval", "report", "serve")
 
 
 def controls(text: str) -> list[str]:
     """What a terminal would act on, apart from the ends of lines."""
-    return [c for c in text if c != "\n" and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in BIDI)]
+    return [
+        c
+        for c in text
+        if c != "\n" and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in BIDI)
+    ]
 
 
 BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -88,7 +104,12 @@ def test_doctor_shows_a_forged_name_in_its_own_line(adapter: Path) -> None:
 @pytest.mark.parametrize("command", FOLDERS)
 @pytest.mark.parametrize("where", ["name", "architecture", "tensor", "field"])
 def test_no_command_prints_control_characters(
-    command: str, where: str, adapter: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    where: str,
+    adapter: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if where == "name":
         change(adapter, base_model_name_or_path=FORGED)
@@ -110,15 +131,26 @@ def test_no_command_prints_control_characters(
     # A bar of transformers returns to the start of its line.
     transformers.logging.disable_progress_bar()
     monkeypatch.chdir(tmp_path)  # serve changes it
-    ended = run(command, *arguments[command], *(["--debug"] if command in ("doctor", "card", "generate") else []))
+    ended = run(
+        command,
+        *arguments[command],
+        *(["--debug"] if command in ("doctor", "card", "generate") else []),
+    )
     assert controls(ended.out + ended.err) == []
     if ended.code:
         assert ended.err.split("\n")[-2].startswith("error: ")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(hostile=HOSTILE, field=st.sampled_from([*STRINGS, "sizes", "tensor", "unknown", "peft_type", "modules"]))
-def test_any_string_of_an_adapter_is_shown(hostile: str, field: str, whole: Path, tmp_path: Path) -> None:
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    hostile=HOSTILE,
+    field=st.sampled_from([*STRINGS, "sizes", "tensor", "unknown", "peft_type", "modules"]),
+)
+def test_any_string_of_an_adapter_is_shown(
+    hostile: str, field: str, whole: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "any"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, folder)
@@ -134,13 +166,17 @@ def test_any_string_of_an_adapter_is_shown(hostile: str, field: str, whole: Path
         change(folder, **{field: hostile})
     diagnosed = run("doctor", folder)
     assert controls(diagnosed.out + diagnosed.err) == []
-    assert all(line[:7].strip() in ("ok", "note", "fault") for line in diagnosed.out.split("\n")[:-1])
+    assert all(
+        line[:7].strip() in ("ok", "note", "fault") for line in diagnosed.out.split("\n")[:-1]
+    )
     carded = run("card", folder, "--out", "-")
     assert controls(carded.out + carded.err) == []
 
 
 @pytest.mark.parametrize("where", ["tensor", "architecture", "field", "hash"])
-def test_errors_of_the_library_are_one_printable_line(where: str, adapter: Path, base: Path) -> None:
+def test_errors_of_the_library_are_one_printable_line(
+    where: str, adapter: Path, base: Path
+) -> None:
     if where == "tensor":
         rename_tensor(adapter, f"base_model.model.{FORGED}.weight")
     elif where == "architecture":
@@ -151,7 +187,9 @@ def test_errors_of_the_library_are_one_printable_line(where: str, adapter: Path,
     else:
         described = read_config(adapter / CONFIG_NAME)["base_architecture"]
         names = sorted(described["sampled_weights"])
-        change(adapter, base_architecture=described | {"sampled_weights": {FORGED: 1.0, names[0]: 1e9}})
+        change(
+            adapter, base_architecture=described | {"sampled_weights": {FORGED: 1.0, names[0]: 1e9}}
+        )
     with pytest.raises(ValueError) as caught:
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     said = str(caught.value)
@@ -191,7 +229,11 @@ def prints() -> Iterator[str]:
     """Calls of `print` in the command line, and everywhere a rich console."""
     for path in sorted((Path(hf_depthroute.__file__).parent).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "print"
+            ):
                 yield path.relative_to(Path(hf_depthroute.__file__).parent).as_posix()
 
 

@@ -32,18 +32,29 @@ from hf_depthroute.cli.serve_settings import Limits, wrong_settings
 
 POSITIONS = 1 << 17
 OPTIONS = ["--max-prompt-tokens", "64", "--max-output-tokens", "100000", "--max-requests", "20"]
-needs_serve = pytest.mark.skipif(not is_serve_available(), reason='needs pip install "transformers[serving]"')
+needs_serve = pytest.mark.skipif(
+    not is_serve_available(), reason='needs pip install "transformers[serving]"'
+)
 
 
 def save_adapter(folder: Path) -> Path:
     """An adapter on a base with room for answers that take minutes, and no end of its own."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=POSITIONS, eos_token_id=None, **sizes)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=POSITIONS, eos_token_id=None, **sizes
+    )
     base = randomised(LlamaForCausalLM(config), "sdpa", torch.float32, 0)
     base.generation_config.eos_token_id = None
     base.save_pretrained(folder / "base")
     word_tokenizer().save_pretrained(folder / "base")
-    routed(AutoModelForCausalLM.from_pretrained(folder / "base")).save_pretrained(folder / "adapter")
+    routed(AutoModelForCausalLM.from_pretrained(folder / "base")).save_pretrained(
+        folder / "adapter"
+    )
     return folder / "adapter"
 
 
@@ -53,7 +64,9 @@ class Server:
     def __init__(self, address: tuple[str, int]) -> None:
         self.address = address
 
-    def post(self, path: str, body: Any, seconds: float = 60.0, **headers: str) -> tuple[int, dict[str, Any]]:
+    def post(
+        self, path: str, body: Any, seconds: float = 60.0, **headers: str
+    ) -> tuple[int, dict[str, Any]]:
         connection = http.client.HTTPConnection(*self.address, timeout=seconds)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         with contextlib.closing(connection):
@@ -65,9 +78,7 @@ class Server:
     def leave(self, path: str, body: Any, seconds: float = 0.3) -> None:
         """Send a request and hang up."""
         raw = json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
         with socket.create_connection(self.address, timeout=10) as connection:
             connection.sendall(head.encode() + raw)
             time.sleep(seconds)
@@ -77,9 +88,21 @@ class Server:
 def running(folder: Path, options: list[str]) -> Iterator[tuple[subprocess.Popen[str], Server]]:
     """A server's process, with `folder` for its adapter and its temporary files."""
     adapter = save_adapter(folder)
-    command = [sys.executable, "-m", "hf_depthroute", "serve", str(adapter), "--port", "0", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_depthroute",
+        "serve",
+        str(adapter),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    process = subprocess.Popen([*command, *OPTIONS, *options], stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [*command, *OPTIONS, *options], stderr=subprocess.PIPE, text=True, env=environment
+    )
     assert process.stderr is not None
     try:
         seen = ""
@@ -97,9 +120,13 @@ def running(folder: Path, options: list[str]) -> Iterator[tuple[subprocess.Popen
 
 
 @pytest.fixture(
-    scope="module", params=[[], ["--continuous-batching", "--cb-num-blocks", "64"]], ids=["plain", "batched"]
+    scope="module",
+    params=[[], ["--continuous-batching", "--cb-num-blocks", "64"]],
+    ids=["plain", "batched"],
 )
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     with running(tmp_path_factory.mktemp("served"), request.param) as (_, served):
         yield served
 
@@ -120,12 +147,32 @@ WRONG: dict[str, tuple[str, Any, int]] = {
     "long prompt": ("/v1/completions", SHORT | {"prompt": "the " * 200}, 400),
     "large body": ("/v1/completions", SHORT | {"prompt": "the " * 500_000}, 413),
     "no prompt": ("/v1/completions", {"prompt": "", "max_tokens": 3}, 400),
-    "no template": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the"}], "max_tokens": 3}, 400),
+    "no template": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "the"}], "max_tokens": 3},
+        400,
+    ),
     "no role": ("/v1/chat/completions", {"messages": [{"content": "the"}], "max_tokens": 3}, 400),
-    "beams": ("/v1/completions", SHORT | {"generation_config": json.dumps({"num_beams": 1000})}, 400),
-    "no beam": ("/v1/completions", SHORT | {"generation_config": json.dumps({"num_beams": 0})}, 400),
-    "cache": ("/v1/completions", SHORT | {"generation_config": json.dumps({"cache_implementation": "quantized"})}, 400),
-    "end": ("/v1/completions", SHORT | {"generation_config": json.dumps({"forced_eos_token_id": 999_999})}, 400),
+    "beams": (
+        "/v1/completions",
+        SHORT | {"generation_config": json.dumps({"num_beams": 1000})},
+        400,
+    ),
+    "no beam": (
+        "/v1/completions",
+        SHORT | {"generation_config": json.dumps({"num_beams": 0})},
+        400,
+    ),
+    "cache": (
+        "/v1/completions",
+        SHORT | {"generation_config": json.dumps({"cache_implementation": "quantized"})},
+        400,
+    ),
+    "end": (
+        "/v1/completions",
+        SHORT | {"generation_config": json.dumps({"forced_eos_token_id": 999_999})},
+        400,
+    ),
     "long stop": ("/v1/completions", SHORT | {"stop": "ab" * 10_000}, 400),
     "NaN": ("/v1/completions", b'{"prompt": "the", "max_tokens": 3, "temperature": NaN}', 400),
     "Infinity": ("/v1/completions", b'{"prompt": "the", "max_tokens": 3, "user": -Infinity}', 400),
@@ -136,10 +183,22 @@ WRONG: dict[str, tuple[str, Any, int]] = {
     "logprobs": ("/v1/completions", SHORT | {"logprobs": 1}, 400),
     "presence": ("/v1/completions", SHORT | {"presence_penalty": 0.5}, 400),
     "a bias where there is none": ("/v1/completions", SHORT | {"logit_bias": {"3": 1}}, 400),
-    "JSON mode": ("/v1/chat/completions", {"messages": [], "response_format": {"type": "json_object"}}, 400),
-    "own template": ("/v1/chat/completions", {"messages": [], "chat_template_kwargs": {"chat_template": "x"}}, 400),
+    "JSON mode": (
+        "/v1/chat/completions",
+        {"messages": [], "response_format": {"type": "json_object"}},
+        400,
+    ),
+    "own template": (
+        "/v1/chat/completions",
+        {"messages": [], "chat_template_kwargs": {"chat_template": "x"}},
+        400,
+    ),
     "long words": ("/v1/completions", SHORT | {"prompt": "x" * 100_000}, 400),
-    "long chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the " * 1200}]}, 400),
+    "long chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "the " * 1200}]},
+        400,
+    ),
     "other model": ("/v1/completions", SHORT | {"model": "gpt2"}, 400),
     "load another": ("/load_model", {"model": "gpt2"}, 400),
     "load none": ("/load_model", {}, 400),
@@ -168,38 +227,74 @@ def test_what_a_client_gets_wrong_is_its_error(case: str, server: Server) -> Non
         ({"stop": ["x", 5]}, "stop.1='5': Input should be a valid string"),
         ({"stop": {}}, "stop='{}': Input should be a valid list"),
         ({"stop": ""}, "stop.0='': String should have at least 1 character"),
-        ({"generation_config": '{"stop_strings": ["' + "x" * 257 + '"]}'}, "generation_config.stop_strings.0="),
+        (
+            {"generation_config": '{"stop_strings": ["' + "x" * 257 + '"]}'},
+            "generation_config.stop_strings.0=",
+        ),
         ({"generation_config": "{"}, "generation_config='{': Invalid JSON"),
         ({"generation_config": {"top_k": 1}}, "JSON input should be string"),
         ({"generation_config": "[1]"}, "Input should be a"),
-        ({"generation_config": '{"do_sample": true, "temperature": 0.5, "top_k": 4, "max_new_tokens": 3}'}, None),
+        (
+            {
+                "generation_config": '{"do_sample": true, "temperature": 0.5, "top_k": 4, "max_new_tokens": 3}'
+            },
+            None,
+        ),
         ({"generation_config": '{"num_beams": 1, "top_p": null}'}, None),
-        ({"generation_config": GenerationConfig(do_sample=True, max_new_tokens=8).to_json_string()}, None),
+        (
+            {
+                "generation_config": GenerationConfig(
+                    do_sample=True, max_new_tokens=8
+                ).to_json_string()
+            },
+            None,
+        ),
         ({"temperature": True}, "temperature='True': Input should be a valid number"),
         ({"max_tokens": 9}, "max_tokens='9': must be a whole number from 1 to 8"),
-        ({"chat_template_kwargs": {"thinking": False, "tone": "calm"}, "n": 1, "logprobs": False}, None),
+        (
+            {
+                "chat_template_kwargs": {"thinking": False, "tone": "calm"},
+                "n": 1,
+                "logprobs": False,
+            },
+            None,
+        ),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "'chat_template' is the server's"),
-        ({"chat_template_kwargs": {"x": [1]}}, "'x' must be true, false, a number or a short string"),
+        (
+            {"chat_template_kwargs": {"x": [1]}},
+            "'x' must be true, false, a number or a short string",
+        ),
         ({"response_format": {"type": "text"}, "echo": False, "presence_penalty": 0.0}, None),
         ({"response_format": {"type": "json_object"}}, "Input should be 'text'"),
-        ({"generation_config": '{"num_beams": 0}'}, "generation_config.num_beams='0': Input should be 1"),
+        (
+            {"generation_config": '{"num_beams": 0}'},
+            "generation_config.num_beams='0': Input should be 1",
+        ),
         (
             {"generation_config": '{"cache_implementation": "quantized"}'},
             "'quantized': Extra inputs are not permitted",
         ),
-        ({"generation_config": '{"do_sample": "a"}'}, "do_sample='a': Input should be a valid boolean"),
+        (
+            {"generation_config": '{"do_sample": "a"}'},
+            "do_sample='a': Input should be a valid boolean",
+        ),
         (
             {"generation_config": '{"temperature": NaN}'},
             "temperature='nan': Input should be a finite",
         ),
-        ({"generation_config": '{"temperature": 101}'}, "temperature='101': Input should be less than or equal to 100"),
+        (
+            {"generation_config": '{"temperature": 101}'},
+            "temperature='101': Input should be less than or equal to 100",
+        ),
         (
             {"generation_config": '{"max_new_tokens": 1000000000}'},
             "max_new_tokens='1000000000': must be a whole",
         ),
     ],
 )
-def test_a_request_sets_only_what_is_known_to_be_bounded(body: dict[str, Any], said: str | None) -> None:
+def test_a_request_sets_only_what_is_known_to_be_bounded(
+    body: dict[str, Any], said: str | None
+) -> None:
     wrong = wrong_settings(body, 8)
     assert wrong == said if said is None else said in str(wrong)
 
@@ -209,7 +304,10 @@ def test_the_served_model_answers_and_loads(server: Server) -> None:
     status, said = server.post("/v1/completions", SHORT | {"model": "adapter"})
     assert status == 200 and said["usage"]["completion_tokens"] == 3
     assert server.post("/load_model", {"model": "adapter"})[0] == 200
-    for harmless in ({"n": 1, "echo": False, "presence_penalty": 0.0, "stop": None}, {"temperature": 0, "seed": 3}):
+    for harmless in (
+        {"n": 1, "echo": False, "presence_penalty": 0.0, "stop": None},
+        {"temperature": 0, "seed": 3},
+    ):
         status, said = server.post("/v1/completions", SHORT | harmless)
         assert status == 200, said
 
@@ -220,13 +318,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"generation_config": json.dumps({"repetition_penalty": 1.5})},
     "min_new_tokens": {"generation_config": json.dumps({"min_new_tokens": 2, "max_new_tokens": 3})},
     "frequency_penalty": {"frequency_penalty": 0.5},
-    "do_sample": {"temperature": None, "generation_config": json.dumps({"do_sample": True, "top_k": 4})},
+    "do_sample": {
+        "temperature": None,
+        "generation_config": json.dumps({"do_sample": True, "top_k": 4}),
+    },
 }
 
 
 @needs_serve
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_is_honoured_or_refused_by_its_name(name: str, server: Server, request: Any) -> None:
+def test_a_setting_is_honoured_or_refused_by_its_name(
+    name: str, server: Server, request: Any
+) -> None:
     status, said = server.post("/v1/completions", SHORT | SETTINGS[name])
     if request.node.callspec.params["server"]:
         assert status == 400 and name in json.dumps(said), said
@@ -240,8 +343,16 @@ def test_a_setting_is_honoured_or_refused_by_its_name(name: str, server: Server,
     [
         ({}, {}, None),
         ({"temperature": 0.7}, {}, None),  # nobody samples
-        ({"do_sample": False, "temperature": 0.0}, {"do_sample": True, "temperature": 0.7}, "do_sample"),
-        ({"do_sample": True, "temperature": 0.2}, {"do_sample": True, "temperature": 0.7}, "temperature"),
+        (
+            {"do_sample": False, "temperature": 0.0},
+            {"do_sample": True, "temperature": 0.7},
+            "do_sample",
+        ),
+        (
+            {"do_sample": True, "temperature": 0.2},
+            {"do_sample": True, "temperature": 0.7},
+            "temperature",
+        ),
         ({"do_sample": True, "temperature": 0.7}, {"do_sample": True, "temperature": 0.7}, None),
         ({"do_sample": True, "top_p": 0.9}, {"do_sample": True}, "top_p"),
         ({"do_sample": True, "min_p": 0.1}, {"do_sample": True}, "min_p"),
@@ -250,7 +361,9 @@ def test_a_setting_is_honoured_or_refused_by_its_name(name: str, server: Server,
         ({"sequence_bias": {(3,): 1.0}}, {}, "logit_bias"),
     ],
 )
-def test_continuous_batching_serves_the_models_own_settings(wanted: Any, shared: Any, named: str | None) -> None:
+def test_continuous_batching_serves_the_models_own_settings(
+    wanted: Any, shared: Any, named: str | None
+) -> None:
     pytest.importorskip("fastapi")
     if named is None:
         check_shared(GenerationConfig(**wanted), GenerationConfig(**shared))
@@ -284,26 +397,38 @@ def test_a_long_prompt_is_counted_outside_of_the_event_loop() -> None:
         ({"prompt": "the cat " * 5}, 4, None),  # short ones are left to the handler
         ({"prompt": "the cat " * 1000}, 4000, None),
         ({"prompt": "the cat " * 2000}, 1000, "more than 1000 tokens"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "the " * 5000}]}]}, 2000, "more than"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "the " * 5000}]}]},
+            2000,
+            "more than",
+        ),
         ({"input": "x" * 100_000, "instructions": None}, 64, "100,000 characters"),
         ({"prompt": 5, "messages": {"a": [None, True]}}, 64, None),
     ],
 )
-def test_a_prompt_is_bounded_before_its_handler(content: dict[str, Any], most: int, said: str | None) -> None:
+def test_a_prompt_is_bounded_before_its_handler(
+    content: dict[str, Any], most: int, said: str | None
+) -> None:
     fault = fault_of_prompt(content, most, word_tokenizer())
     assert fault == said if said is None else said in str(fault)
 
 
 @needs_serve
 @pytest.mark.nightly(unless=lambda option: not option)
-@pytest.mark.parametrize("option", [[], ["--continuous-batching", "--cb-num-blocks", "64"]], ids=["plain", "batched"])
-def test_sigterm_ends_a_server_with_streams_and_leaves_nothing(option: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "option", [[], ["--continuous-batching", "--cb-num-blocks", "64"]], ids=["plain", "batched"]
+)
+def test_sigterm_ends_a_server_with_streams_and_leaves_nothing(
+    option: list[str], tmp_path: Path
+) -> None:
     with running(tmp_path, option) as (process, server):
         body = json.dumps(SHORT | {"max_tokens": 100_000, "stream": True}).encode()
         streams = []
         for _ in range(20):
             connection = http.client.HTTPConnection(*server.address, timeout=60)
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
+            )
             streams.append(connection)
         streams[0].getresponse().read(10)
         process.terminate()
@@ -320,7 +445,10 @@ def test_clients_that_vanish_are_not_computed_for(server: Server) -> None:
     with ThreadPoolExecutor(16) as clients:
         list(
             clients.map(
-                lambda number: server.leave("/v1/completions", endless | {"stream": number % 2 == 0}), range(16)
+                lambda number: server.leave(
+                    "/v1/completions", endless | {"stream": number % 2 == 0}
+                ),
+                range(16),
             )
         )
     started = time.monotonic()
@@ -333,7 +461,9 @@ def test_clients_that_vanish_are_not_computed_for(server: Server) -> None:
 def test_an_answer_is_cut_to_the_models_positions(server: Server) -> None:
     from types import SimpleNamespace
 
-    config = SimpleNamespace(max_new_tokens=1024, max_length=20, num_beams=1, num_return_sequences=1)
+    config = SimpleNamespace(
+        max_new_tokens=1024, max_length=20, num_beams=1, num_return_sequences=1
+    )
     check_generation({"input_ids": [1] * 60}, config, Limits(64, 512, 1, positions=64))
     assert (config.max_new_tokens, config.max_length) == (4, None)
 
@@ -352,7 +482,9 @@ def ask(guard: Guard, body: bytes, path: str = "/v1/completions", stay: bool = T
             sent.append(message)
 
         headers = [(b"x-request-id", b"another's"), (b"content-type", b"application/json")]
-        await guard({"type": "http", "method": "POST", "path": path, "headers": headers}, given.get, send)
+        await guard(
+            {"type": "http", "method": "POST", "path": path, "headers": headers}, given.get, send
+        )
         return sent
 
     return asyncio.run(asyncio.wait_for(run(), 10))
@@ -411,7 +543,9 @@ def test_a_stream_whose_client_left_before_its_first_word_is_not_computed() -> N
     settings = SimpleNamespace(max_new_tokens=8, max_length=None)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        manager.generate_streaming(Endless(), word_tokenizer(), {"input_ids": [1]}, settings, request_id="1")
+        manager.generate_streaming(
+            Endless(), word_tokenizer(), {"input_ids": [1]}, settings, request_id="1"
+        )
         await asyncio.sleep(60)
 
     assert ask(Guard(app, "m", limits), b"{}", stay=False) == []
@@ -446,7 +580,14 @@ def test_more_requests_than_the_limit_get_429_and_no_client_names_its_request() 
 
 @pytest.mark.parametrize(
     "name",
-    ["pytorch_model.bin", "generation_config.json", "tokenizer.json", "config.json", "own.py", "chat_template.jinja"],
+    [
+        "pytorch_model.bin",
+        "generation_config.json",
+        "tokenizer.json",
+        "config.json",
+        "own.py",
+        "chat_template.jinja",
+    ],
 )
 def test_only_the_adapters_own_files_are_served(name: str, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
@@ -459,4 +600,7 @@ def test_only_the_adapters_own_files_are_served(name: str, tmp_path: Path) -> No
         "adapter_config.json",
         "adapter_model.safetensors",
     }
-    assert all("stranger" not in path.read_text(errors="replace") for path in (tmp_path / "served").iterdir())
+    assert all(
+        "stranger" not in path.read_text(errors="replace")
+        for path in (tmp_path / "served").iterdir()
+    )

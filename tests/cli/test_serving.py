@@ -57,7 +57,9 @@ def test_continuous_batching_with_eager_attention() -> None:
 def test_continuous_batching_runs_the_ffn_on_the_chosen_tokens_only(kind: str) -> None:
     model, rows, chosen, masks = build_routed("llama", kind), [0], [0], []
     layer = decoder_layers(model)[2]
-    layer.mlp.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[:-1].numel()))
+    layer.mlp.register_forward_hook(
+        lambda module, args, out: rows.append(args[0].shape[:-1].numel())
+    )
     forward = model.get_base_model().forward
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +72,9 @@ def test_continuous_batching_runs_the_ffn_on_the_chosen_tokens_only(kind: str) -
 
     model.get_base_model().forward = recorded
     outputs = generate_batch(model)
-    seen = sum(len(prompt) for prompt in PROMPTS) + sum(len(output.generated_tokens) - 1 for output in outputs)
+    seen = sum(len(prompt) for prompt in PROMPTS) + sum(
+        len(output.generated_tokens) - 1 for output in outputs
+    )
     assert sum(rows) == sum(chosen)
     assert 0 < sum(rows) < seen
     assert masks and not [mask for mask in masks if mask is not None]
@@ -100,21 +104,28 @@ def test_a_served_folder_loads_as_one_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(is_serve_available(), reason="the packages that serve needs are there")
-def test_serve_without_its_packages_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_without_its_packages_says_what_to_install(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from hf_depthroute.cli import main
 
     with pytest.raises(SystemExit) as ended:
         main(["serve", "adapter"])
-    assert ended.value.code == 2 and 'pip install "transformers[serving]"' in capsys.readouterr().err
+    assert (
+        ended.value.code == 2 and 'pip install "transformers[serving]"' in capsys.readouterr().err
+    )
 
 
 @pytest.mark.skipif(not is_serve_available(), reason='needs pip install "transformers[serving]"')
-def test_the_server_completes_as_generate_does_lists_the_model_and_ends_on_ctrl_c(tmp_path: Path) -> None:
+def test_the_server_completes_as_generate_does_lists_the_model_and_ends_on_ctrl_c(
+    tmp_path: Path,
+) -> None:
     _, adapter, model = make_adapter(tmp_path)
     tokenizer = word_tokenizer()
     ids = torch.tensor([tokenizer("the cat sat on")["input_ids"]])
     expected = tokenizer.decode(
-        model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :], skip_special_tokens=True
+        model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :],
+        skip_special_tokens=True,
     )
     options = ["--port", "0", "--device", "cpu", "--continuous-batching", "--cb-num-blocks", "8"]
     command = [sys.executable, "-m", "hf_depthroute", "serve", str(adapter), *options]
@@ -137,7 +148,9 @@ def test_the_server_completes_as_generate_does_lists_the_model_and_ends_on_ctrl_
         address = next(word for word in seen[-1].split() if word.startswith("http://"))
         body = {"model": "adapter", "prompt": "the cat sat on", "max_tokens": 4, "temperature": 0.0}
         request = urllib.request.Request(
-            f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{address}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             completion = json.load(answer)

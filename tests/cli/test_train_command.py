@@ -27,7 +27,14 @@ from hf_depthroute.training.presets import PRESETS
 
 Run = Callable[..., tuple[int, str, str]]
 # Written by the library, or fixed: trainable_token_indices must stay None.
-FILLED = {"base_architecture", "format_version", "library_version", "weights_hash", "gate_package", "gate_module"}
+FILLED = {
+    "base_architecture",
+    "format_version",
+    "library_version",
+    "weights_hash",
+    "gate_package",
+    "gate_module",
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +48,34 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(base: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+def train(
+    base: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
     """`train("--steps", 3) -> (code, stdout, stderr)`, into `tmp_path / "out"`."""
     level = transformers.logging.get_verbosity()
-    start = ["train", "--dataset", text, "--out", tmp_path / "out", "--batch-size", 2, "--length", 16, "--steps", 2]
+    start = [
+        "train",
+        "--dataset",
+        text,
+        "--out",
+        tmp_path / "out",
+        "--batch-size",
+        2,
+        "--length",
+        16,
+        "--steps",
+        2,
+    ]
 
     def call(*words: object, model: Path | None = base) -> tuple[int, str, str]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in (*start, *(() if model is None else ("--model", model)), *words)])
+            main(
+                [
+                    str(word)
+                    for word in (*start, *(() if model is None else ("--model", model)), *words)
+                ]
+            )
         out, err = capsys.readouterr()
         return int(ended.value.code or 0), out, err
 
@@ -82,7 +108,11 @@ def test_every_training_argument_and_every_adapter_field_is_an_option() -> None:
         assert (field.name, defaults.get(field.name, "absent")) == (field.name, field.default)
     inherited = {field.name for field in dataclasses.fields(PeftConfig)}
     written = inherited | FILLED | {"trainable_token_indices"}
-    own = {field.name: field.default for field in dataclasses.fields(DepthRouteConfig) if field.name not in written}
+    own = {
+        field.name: field.default
+        for field in dataclasses.fields(DepthRouteConfig)
+        if field.name not in written
+    }
     assert own == {name: defaults[name] for name in own}
 
 
@@ -93,7 +123,18 @@ def test_the_default_weight_of_a_loss_stands_in_its_field() -> None:
 def test_what_an_option_sets_arrives_also_from_yaml(train: Run, tmp_path: Path) -> None:
     """The exit gate trains by its exit loss, which had no option."""
     (tmp_path / "train.yaml").write_text("exit-weight: 0.75\nfused-loss: false\ncontext-dim: 8\n")
-    words = ("--gate", "exit", "--target", "block", "--lm-weight", 0.25, "--threshold", 0.5, "--alive-min", 0.01)
+    words = (
+        "--gate",
+        "exit",
+        "--target",
+        "block",
+        "--lm-weight",
+        0.25,
+        "--threshold",
+        0.5,
+        "--alive-min",
+        0.01,
+    )
     code, out, err = train(*words, "--config", tmp_path / "train.yaml", "--logging-steps", 1)
     assert code == 0, err
     assert "exit " in out
@@ -103,7 +144,14 @@ def test_what_an_option_sets_arrives_also_from_yaml(train: Run, tmp_path: Path) 
 
 
 def test_a_layer_gets_a_target_and_a_branch_of_its_own(train: Run, tmp_path: Path) -> None:
-    patterns = ("--target-pattern", "1=block", "--branch-pattern", "1=lowrank", "--rank-pattern", "1=6")
+    patterns = (
+        "--target-pattern",
+        "1=block",
+        "--branch-pattern",
+        "1=lowrank",
+        "--rank-pattern",
+        "1=6",
+    )
     code, _, err = train("--layers", "0,1", "--branch", "neurons", "--branch-rank", 8, *patterns)
     assert code == 0, err
     saved = config(tmp_path / "out")
@@ -129,7 +177,9 @@ def test_a_layer_gets_a_target_and_a_branch_of_its_own(train: Run, tmp_path: Pat
         (("--hold-out", "1"), "Invalid value '1' for '--hold-out'"),
     ],
 )
-def test_a_wrong_value_of_a_field_is_named(words: tuple[str, ...], message: str, train: Run) -> None:
+def test_a_wrong_value_of_a_field_is_named(
+    words: tuple[str, ...], message: str, train: Run
+) -> None:
     code, _, err = train(*words)
     assert code == errors.USAGE
     assert message in err
@@ -137,13 +187,22 @@ def test_a_wrong_value_of_a_field_is_named(words: tuple[str, ...], message: str,
 
 def test_a_preset_is_the_method_and_options_override_it(train: Run, tmp_path: Path) -> None:
     row = PRESETS["conditional-depth-routing-jepa"]
-    code, _, err = train("--preset", "conditional-depth-routing-jepa", "--budget", 0.25, "--alive-weight", 0.1)
+    code, _, err = train(
+        "--preset", "conditional-depth-routing-jepa", "--budget", 0.25, "--alive-weight", 0.1
+    )
     assert code == 0, err
     saved = config(tmp_path / "out")
     assert {name: saved[name] for name in row.adapter} == {**row.adapter, "budget": 0.25}
     used = record(tmp_path / "out")["arguments"]
-    assert (used["oracle"], used["util_weight"], used["alive_weight"], used["lr"]) == ("all_full", 1.0, 0.1, 2e-4)
-    assert "--preset conditional-depth-routing-jepa" in " ".join(record(tmp_path / "out")["command"])
+    assert (used["oracle"], used["util_weight"], used["alive_weight"], used["lr"]) == (
+        "all_full",
+        1.0,
+        0.1,
+        2e-4,
+    )
+    assert "--preset conditional-depth-routing-jepa" in " ".join(
+        record(tmp_path / "out")["command"]
+    )
 
 
 # Going on
@@ -161,7 +220,9 @@ OTHER_OPTIONS = [
 ]
 
 
-def test_resume_of_a_longer_run_says_so(train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_of_a_longer_run_says_so(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("--save-steps", 2)
     with monkeypatch.context() as patch:
         patch.setattr("hf_depthroute.inference.calibration.calibrate", lambda *args: 1 / 0)
@@ -219,7 +280,10 @@ def test_resume_ends_where_an_uninterrupted_run_ends(
     assert code == errors.USAGE and "checkpoint-4 was trained with seed=0, not 1" in err
     for option, before, now in OTHER_OPTIONS:
         code, _, err = train(*words, "--resume", option, now)
-        assert code == errors.USAGE and f"checkpoint-4 was trained with {option} {before}, not {now}" in err
+        assert (
+            code == errors.USAGE
+            and f"checkpoint-4 was trained with {option} {before}, not {now}" in err
+        )
     (tmp_path / "out" / "checkpoint-4" / MARKER).unlink()
     code, out, err = train(*words, "--resume", "--logging-steps", 1)
     assert code == 0, err
@@ -249,7 +313,9 @@ def test_a_run_that_died_after_its_last_step_is_only_finished(
     code, _, err = train(*words, "--resume")
     assert code == 0, err
     assert weights(tmp_path / "out") == whole
-    assert [entry["step"] for entry in record(tmp_path / "out")["log_history"]] == [e["step"] for e in history[:-1]]
+    assert [entry["step"] for entry in record(tmp_path / "out")["log_history"]] == [
+        e["step"] for e in history[:-1]
+    ]
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == []
 
 
@@ -261,25 +327,36 @@ def test_resume_names_what_is_wrong_with_every_checkpoint(train: Run, tmp_path: 
 
 
 @pytest.mark.parametrize("spelling", [[], ["--adapter"]], ids=["position", "option"])
-def test_an_adapter_is_trained_on(spelling: list[str], train: Run, base: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_trained_on(
+    spelling: list[str], train: Run, base: Path, tmp_path: Path
+) -> None:
     assert train("--layers", "1,3", "--budget", 0.25, "--lr", "1e-2")[0] == 0
     first = tmp_path / "first"
     (tmp_path / "out").rename(first)
     code, _, err = train(*spelling, first, "--steps", 1, "--lr", "1e-9", model=None)
     assert code == 0, err
     command = record(tmp_path / "out")["command"]
-    assert command.count(str(first)) == 1 and [word for word in command if word.endswith("adapter")] == spelling
+    assert (
+        command.count(str(first)) == 1
+        and [word for word in command if word.endswith("adapter")] == spelling
+    )
     saved, arguments = config(tmp_path / "out"), record(tmp_path / "out")["arguments"]
     assert (saved["layers"], saved["budget"]) == ([1, 3], 0.25)
     assert (arguments["adapter"], arguments["model"]) == (str(first), str(base))
-    one, two = (load_file(folder / "adapter_model.safetensors") for folder in (first, tmp_path / "out"))
+    one, two = (
+        load_file(folder / "adapter_model.safetensors") for folder in (first, tmp_path / "out")
+    )
     trained = [name for name in one if "branch" in name and name.endswith("weight")]
     assert trained and all((one[name] - two[name]).abs().max() < 1e-6 for name in trained)
     assert weights(first) != weights(tmp_path / "out")
 
 
-@pytest.mark.parametrize("words", [("--budget", "0.5"), ("--preset", "dlo"), ("--gate", "mlp", "--layers", "all")])
-def test_an_adapter_that_is_trained_on_keeps_its_configuration(words: tuple[str, ...], train: Run) -> None:
+@pytest.mark.parametrize(
+    "words", [("--budget", "0.5"), ("--preset", "dlo"), ("--gate", "mlp", "--layers", "all")]
+)
+def test_an_adapter_that_is_trained_on_keeps_its_configuration(
+    words: tuple[str, ...], train: Run
+) -> None:
     code, _, err = train("--adapter", "adapter", *words, model=None)
     assert code == errors.USAGE
     assert words[0] in err and "with --adapter it is what adapter says" in err
@@ -288,7 +365,18 @@ def test_an_adapter_that_is_trained_on_keeps_its_configuration(words: tuple[str,
 # From a fit
 
 
-FROM_FIT = ("--init", "fit", "--layers", "all", "--gate", "affine", "--batch-size", 4, "--length", 32)
+FROM_FIT = (
+    "--init",
+    "fit",
+    "--layers",
+    "all",
+    "--gate",
+    "affine",
+    "--batch-size",
+    4,
+    "--length",
+    32,
+)
 
 
 @pytest.fixture
@@ -297,7 +385,9 @@ def longer(tmp_path: Path) -> tuple[str, Path]:
     return "--dataset", write_text(tmp_path / "longer.txt", 200)
 
 
-def test_training_starts_from_a_fit_and_keeps_its_record(train: Run, longer: tuple[str, Path], tmp_path: Path) -> None:
+def test_training_starts_from_a_fit_and_keeps_its_record(
+    train: Run, longer: tuple[str, Path], tmp_path: Path
+) -> None:
     code, out, err = train(*longer, *FROM_FIT, "--steps", 1, "--lr", "1e-9")
     assert code == 0, err
     assert "fitted to " in out and "of the tokens run full" in out
@@ -311,7 +401,9 @@ def test_training_starts_from_a_fit_and_keeps_its_record(train: Run, longer: tup
     assert downs and all(down.abs().max() > 1e-3 for down in downs)
 
 
-def test_a_budget_of_a_fit_is_that_of_the_layers_named(train: Run, longer: tuple[str, Path], tmp_path: Path) -> None:
+def test_a_budget_of_a_fit_is_that_of_the_layers_named(
+    train: Run, longer: tuple[str, Path], tmp_path: Path
+) -> None:
     code, _, err = train(*longer, *FROM_FIT, "--layers", "1,3", "--budget", 0.25)
     assert code == 0, err
     found = record(tmp_path / "out")["fit"]
@@ -339,7 +431,9 @@ def test_resume_does_not_fit_again(
     monkeypatch.setattr("hf_depthroute.cli.training.fit_router", lambda *args, **kwargs: 1 / 0)
     for other in (("--budget", 0.75), ("--layers", "0,1,2")):
         code, _, err = train(*words, "--resume", *other)
-        assert code == errors.USAGE and "not trained from a fit of this --budget and --layers" in err
+        assert (
+            code == errors.USAGE and "not trained from a fit of this --budget and --layers" in err
+        )
     code, _, err = train(*words, "--resume", "--branch-rank", 3)
     assert code == errors.USAGE and "was trained with branch_rank=4, not 3" in err
     code, out, err = train(*words, "--resume")
@@ -360,7 +454,9 @@ def test_resume_does_not_fit_again(
         (("--init", "fit", "--calibration-blocks", "2"), "512 is the least"),
     ],
 )
-def test_what_a_fit_cannot_start_is_refused(words: tuple[str, ...], message: str, train: Run) -> None:
+def test_what_a_fit_cannot_start_is_refused(
+    words: tuple[str, ...], message: str, train: Run
+) -> None:
     code, _, err = train(*words)
     assert code == errors.USAGE
     assert message in err
@@ -375,19 +471,25 @@ def test_an_adapter_that_is_trained_on_is_not_fitted(train: Run) -> None:
 # Before training and after it
 
 
-def test_too_little_space_is_found_before_training(train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_found_before_training(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def trains(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("training has begun")
 
     monkeypatch.setattr(transformers.Trainer, "train", trains)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**9, 10**9 - 4096, 4096))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**9, 10**9 - 4096, 4096)
+    )
     code, _, err = train()
     assert code == errors.RESOURCES
     assert "bytes and only 4,096 are free there" in err
     assert not (tmp_path / "out").exists()
 
 
-def test_without_validation_text_a_part_is_held_out_and_compared(train: Run, tmp_path: Path) -> None:
+def test_without_validation_text_a_part_is_held_out_and_compared(
+    train: Run, tmp_path: Path
+) -> None:
     for words in ((), ("--streaming", "--overwrite")):
         code, out, err = train(*words, "--validation-blocks", 2)
         assert code == 0, err
@@ -398,7 +500,10 @@ def test_without_validation_text_a_part_is_held_out_and_compared(train: Run, tmp
         assert f"{held_out} blocks held out" in (tmp_path / "out" / "README.md").read_text()
     code, out, _ = train("--hold-out", 0, "--overwrite")
     assert code == 0
-    assert "pass --validation-split, --eval-dataset or --hold-out" in out and "validation loss" not in out
+    assert (
+        "pass --validation-split, --eval-dataset or --hold-out" in out
+        and "validation loss" not in out
+    )
 
 
 def test_what_is_held_out_is_not_trained_on() -> None:
@@ -423,13 +528,18 @@ def test_an_adapter_that_cannot_pay_for_itself_is_said(train: Run) -> None:
     code, out, err = train("--gate", "jepa", "--layers", "all")
     assert code == 0, err
     assert "cannot pay for itself" in out and "context_dim (now " in out
-    assert "cannot pay for itself" not in train("--gate", "linear", "--branch", "none", "--overwrite")[1]
+    assert (
+        "cannot pay for itself"
+        not in train("--gate", "linear", "--branch", "none", "--overwrite")[1]
+    )
 
 
 def test_overwriting_keeps_what_somebody_wrote_into_the_readme(train: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert train()[0] == 0
-    (out / "README.md").write_text("My own words.\n" + (out / "README.md").read_text().partition("---\n\n")[2])
+    (out / "README.md").write_text(
+        "My own words.\n" + (out / "README.md").read_text().partition("---\n\n")[2]
+    )
     assert train("--overwrite")[0] == 0
     assert "My own words." in (out / "README.md").read_text()
 
@@ -451,7 +561,9 @@ def test_what_goes_with_an_adapter_does_not_cost_the_training(
     monkeypatch.setattr(broken, full)
     code, _, err = train()
     assert code == 0, err
-    (note,) = [line for line in err.splitlines() if line.startswith("note: ") and "was not written" in line]
+    (note,) = [
+        line for line in err.splitlines() if line.startswith("note: ") and "was not written" in line
+    ]
     assert "No space left" in note
     found = {path.name for path in (tmp_path / "out").iterdir()}
     assert missing not in found and {"adapter_config.json", "adapter_model.safetensors"} <= found

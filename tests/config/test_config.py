@@ -52,7 +52,19 @@ BAD_FIELDS: dict[str, list[Any]] = {
         "a" * 1_000_000 + "!",
         "last:" + "1" * 1_000_000,
     ],
-    "static_layers": [[], [-1], [3, 3], [True], [1.0], ["1"], [[1]], list(range(5000)), "last:1", 3, {"1": 2}],
+    "static_layers": [
+        [],
+        [-1],
+        [3, 3],
+        [True],
+        [1.0],
+        ["1"],
+        [[1]],
+        list(range(5000)),
+        "last:1",
+        3,
+        {"1": 2},
+    ],
     "target": ["layer", "", None, 3, ["ffn"]],
     "granularity": ["word", None],
     "gate": ["os.system", None, 1],
@@ -63,7 +75,16 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "causal_rule": ["topk", None],
     "expert_gates": ["per_token", None],
     "scale_by_gate": [1, "yes", None],
-    "dropped_experts": [[[1, 1]], [[-1]], [[True]], [1], {"1": [0]}, [list(range(5000))], [["0"]], [[[0]]]],
+    "dropped_experts": [
+        [[1, 1]],
+        [[-1]],
+        [[True]],
+        [1],
+        {"1": [0]},
+        [list(range(5000))],
+        [["0"]],
+        [[[0]]],
+    ],
     "gate_temperature": [0, -1.0, NAN, INF, "2", True, 1e-320, 1e308],
     "threshold": [NAN, INF, "0", "Budget", "", True, ["budget"], 1e308, -1e31],
     "gate_hidden": [0, -1, 1.5, True, "8", 10**9],
@@ -86,7 +107,9 @@ GOOD_LAYERS = {
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -124,7 +147,12 @@ CONFLICTS: dict[str, dict[str, Any]] = {
     "gate='jepa'": {"target": "experts", "gate": "jepa"},
     "dropped_experts goes": {"target": "experts", "gate": "none"},
     "dropped_experts goes with": {"dropped_experts": [[0]]},
-    "layers=[3, 1]": {"target": "experts", "gate": "none", "layers": [3, 1], "dropped_experts": [[0], [1]]},
+    "layers=[3, 1]": {
+        "target": "experts",
+        "gate": "none",
+        "layers": [3, 1],
+        "dropped_experts": [[0], [1]],
+    },
     "scale_by_gate and causal_rule": {"target": "experts", "scale_by_gate": True},
     "selection='topk'": {"granularity": "sequence", "selection": "topk"},
     "selection='topk' ranks": {"budget_scope": "global", "selection": "topk"},
@@ -150,22 +178,33 @@ def test_fields_that_do_not_go_together_are_refused_in_one_line(start: str) -> N
 
 DEFAULTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"gate": "linear", "threshold": "budget"}, {"selection": "threshold", "threshold": "budget"}),
-    ({"gate": "halting", "target": "block", "threshold": "budget"}, {"selection": "soft", "threshold": "budget"}),
+    (
+        {"gate": "halting", "target": "block", "threshold": "budget"},
+        {"selection": "soft", "threshold": "budget"},
+    ),
     ({"threshold": "budget"}, {"selection": "topk", "threshold": "budget"}),
     ({}, {"selection": "topk", "threshold": None, "gate_temperature": 2.0}),
     ({"gate": "linear"}, {"selection": "threshold", "threshold": 0.0, "gate_temperature": 1.0}),
     ({"gate": "linear", "selection": "topk"}, {"selection": "topk", "threshold": None}),
     ({"gate": "linear", "selection": "threshold"}, {"selection": "threshold", "threshold": None}),
-    ({"gate": "halting", "target": "block"}, {"selection": "soft", "threshold": 0.0, "gate_input": "residual"}),
+    (
+        {"gate": "halting", "target": "block"},
+        {"selection": "soft", "threshold": 0.0, "gate_input": "residual"},
+    ),
     ({"gate": "exit", "target": "block"}, {"selection": "threshold", "threshold": None}),
     ({"granularity": "sequence"}, {"selection": "threshold", "threshold": None}),
     ({"budget_scope": "global"}, {"selection": "threshold", "threshold": None}),
-    ({"target": "memory"}, {"selection": "soft", "threshold": 0.0, "gate": "memory", "branch": "none", "budget": 1.0}),
+    (
+        {"target": "memory"},
+        {"selection": "soft", "threshold": 0.0, "gate": "memory", "branch": "none", "budget": 1.0},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("fields", "expected"), DEFAULTS)
-def test_defaults_follow_the_gate_and_are_what_is_saved(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_defaults_follow_the_gate_and_are_what_is_saved(
+    fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
     saved = DepthRouteConfig(**fields).to_dict()
     assert {name: saved[name] for name in expected} == expected
     assert {name: DepthRouteConfig(**saved).to_dict()[name] for name in expected} == expected
@@ -202,7 +241,10 @@ def test_fields_of_lora_are_refused_with_what_comes_closest(field: str, hint: st
 
 def test_tasks_are_those_of_decoders() -> None:
     assert DepthRouteConfig(task_type=peft.TaskType.CAUSAL_LM).task_type == "CAUSAL_LM"
-    with pytest.raises(ConfigError, match="task_type='SEQ_2_SEQ_LM' is not supported; use one of: CAUSAL_LM, SEQ_CLS"):
+    with pytest.raises(
+        ConfigError,
+        match="task_type='SEQ_2_SEQ_LM' is not supported; use one of: CAUSAL_LM, SEQ_CLS",
+    ):
         DepthRouteConfig(task_type="SEQ_2_SEQ_LM")
 
 
@@ -214,10 +256,14 @@ def test_halting_gate_routes_all_layers_but_the_first() -> None:
 
 
 def test_dropped_experts_come_one_list_per_layer() -> None:
-    config = DepthRouteConfig(target="experts", gate="none", layers=[1, 2], dropped_experts=[[0], [1, 2]])
+    config = DepthRouteConfig(
+        target="experts", gate="none", layers=[1, 2], dropped_experts=[[0], [1, 2]]
+    )
     assert config.routed_layers(4) == [1, 2]
     with pytest.raises(ConfigError, match="2 lists for 1 routed"):
-        DepthRouteConfig(target="experts", gate="none", layers=[1], dropped_experts=[[0], [1]]).routed_layers(4)
+        DepthRouteConfig(
+            target="experts", gate="none", layers=[1], dropped_experts=[[0], [1]]
+        ).routed_layers(4)
 
 
 @pytest.mark.parametrize("budget", [1, 1.0, 0.5, 1e-9])
@@ -243,15 +289,22 @@ def test_layers_outside_the_model_are_refused(layers: str | list[int]) -> None:
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
-    config = DepthRouteConfig(layers=[2, 1], gate="jepa", budget=0.07, threshold=-0.5, seed=2**62, branch_rank=3)
+    config = DepthRouteConfig(
+        layers=[2, 1], gate="jepa", budget=0.07, threshold=-0.5, seed=2**62, branch_rank=3
+    )
     config.save_pretrained(tmp_path)
-    for loaded in (DepthRouteConfig.from_pretrained(tmp_path), peft.PeftConfig.from_pretrained(tmp_path)):
+    for loaded in (
+        DepthRouteConfig.from_pretrained(tmp_path),
+        peft.PeftConfig.from_pretrained(tmp_path),
+    ):
         assert type(loaded) is DepthRouteConfig
         assert loaded.to_dict() == config.to_dict() | {"inference_mode": loaded.inference_mode}
 
 
 def test_saved_file_is_plain_json_without_a_path_to_import(tmp_path: Path) -> None:
-    get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers="last:2")).save_pretrained(tmp_path)
+    get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers="last:2")).save_pretrained(
+        tmp_path
+    )
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert saved["peft_type"] == "DEPTH_ROUTE"
     assert saved["layers"] == [2, 3]
@@ -265,7 +318,9 @@ def test_saved_file_is_plain_json_without_a_path_to_import(tmp_path: Path) -> No
     }
 
 
-@pytest.mark.parametrize(("name", "value"), [("budget", NAN), ("layers", [10**9]), ("gate", "os.system")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("budget", NAN), ("layers", [10**9]), ("gate", "os.system")]
+)
 def test_hostile_file_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     DepthRouteConfig().save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
@@ -296,7 +351,12 @@ def test_registered_type_behaves_like_a_built_in_one() -> None:
     member = register_peft_type()
     assert isinstance(member, peft.PeftType)
     assert member == "DEPTH_ROUTE"
-    assert peft.PeftType("DEPTH_ROUTE") is peft.PeftType["DEPTH_ROUTE"] is peft.PeftType.DEPTH_ROUTE is member
+    assert (
+        peft.PeftType("DEPTH_ROUTE")
+        is peft.PeftType["DEPTH_ROUTE"]
+        is peft.PeftType.DEPTH_ROUTE
+        is member
+    )
     assert (member.name, member.value) == ("DEPTH_ROUTE", "DEPTH_ROUTE")
     assert pickle.loads(pickle.dumps(member)) is member
     assert copy.deepcopy(member) is member

@@ -13,7 +13,13 @@ from models import build_base, build_routed, tokens
 from peft import PeftModel
 from protocol import gap
 
-from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, route_cost, set_phases
+from hf_depthroute import (
+    DepthRouteConfig,
+    get_depth_routed_model,
+    record_routes,
+    route_cost,
+    set_phases,
+)
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.fitting import fit_branches
@@ -27,17 +33,23 @@ PATTERNS: dict[str, Any] = {
 
 
 def build(**fields: Any) -> Any:
-    return build_routed("llama", layers=[0, 1, 2], branch="neurons", branch_rank=16, **PATTERNS, **fields)
+    return build_routed(
+        "llama", layers=[0, 1, 2], branch="neurons", branch_rank=16, **PATTERNS, **fields
+    )
 
 
 def test_each_layer_holds_the_branch_that_its_patterns_name() -> None:
     model = build()
     kinds = [type(routing.depth_route_branch["default"]).__name__ for routing in routings_of(model)]
     assert kinds == ["NeuronBranch", "LowRankBranch", "LowRankBranch"]
-    ranks = [routing.depth_route_branch["default"].down.in_features for routing in routings_of(model)]
+    ranks = [
+        routing.depth_route_branch["default"].down.in_features for routing in routings_of(model)
+    ]
     assert ranks == [16, 4, 6]  # a branch of another kind has the default of its kind
     assert model.peft_config["default"].rank_pattern == {1: 4, 2: 6}
-    assert "target block in 2" in str(model.print_trainable_parameters.__self__) or "block per token" in str(model)
+    assert "target block in 2" in str(
+        model.print_trainable_parameters.__self__
+    ) or "block per token" in str(model)
 
 
 @pytest.mark.parametrize("executor", ["gathered", "rows", "auto"])
@@ -50,7 +62,9 @@ def test_every_executor_and_decoding_give_what_training_computes(executor: str) 
             for rows in (ids, ids[:1]):  # a step of its own for one sequence
                 past, steps = None, []
                 for position in range(rows.shape[1]):
-                    out = model(rows[:, position : position + 1], past_key_values=past, use_cache=True)
+                    out = model(
+                        rows[:, position : position + 1], past_key_values=past, use_cache=True
+                    )
                     past = out.past_key_values
                     steps.append(out.logits)
                 assert gap(torch.cat(steps, 1), wanted[: len(rows)]) < 1e-4
@@ -61,7 +75,9 @@ def test_a_layer_computes_what_it_would_with_the_same_target_in_all() -> None:
     ids = tokens(2, 12, seed=4)
     for index, target in ((0, "ffn"), (1, "attention"), (2, "block")):
         alone = build_routed("llama", layers=[index], target=target, branch_rank=6)
-        among = build_routed("llama", layers=[0, 1, 2], branch_rank=6, target_pattern={1: "attention", 2: "block"})
+        among = build_routed(
+            "llama", layers=[0, 1, 2], branch_rank=6, target_pattern={1: "attention", 2: "block"}
+        )
         with torch.no_grad(), state_of(among).override(layers=frozenset({index})):
             among.load_state_dict(alone.state_dict(), strict=False)
             assert torch.equal(among(ids).logits, alone(ids).logits)
@@ -92,7 +108,9 @@ def test_patterns_are_saved_and_loaded_and_other_adapters_do_not_have_them(tmp_p
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert not [finding for finding in examine(tmp_path) if finding.state == "fault"]
-    (tmp_path / "adapter_config.json").write_text(json.dumps(saved | {"rank_pattern": {"1": 4, "2": 5}}))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(saved | {"rank_pattern": {"1": 4, "2": 5}})
+    )
     assert any("layer 2: the branch has shape" in found.text for found in examine(tmp_path))
     plain = DepthRouteConfig().to_dict()
     assert not any(name.endswith("_pattern") for name in plain)
@@ -101,7 +119,9 @@ def test_patterns_are_saved_and_loaded_and_other_adapters_do_not_have_them(tmp_p
 def test_the_cost_counts_what_each_layer_leaves_out() -> None:
     def saved(**fields: Any) -> float:
         base = copy.deepcopy(build_base("llama"))
-        model = get_depth_routed_model(base, DepthRouteConfig(layers=[2], gate="none", branch="none", **fields))
+        model = get_depth_routed_model(
+            base, DepthRouteConfig(layers=[2], gate="none", branch="none", **fields)
+        )
         cost = route_cost(model)
         return 1 - cost.flops_routed / cost.flops_dense
 
@@ -113,13 +133,25 @@ def test_the_cost_counts_what_each_layer_leaves_out() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"target_pattern": {3: "attention"}, "branch": "neurons"}, "layer 3: branch='neurons' is made of the FFN"),
-        ({"target_pattern": {9: "block"}, "layers": [1]}, "must name routed layers, and layer 9 is none"),
-        ({"target_pattern": {1: "experts"}}, "is for the targets 'ffn' or 'attention' or 'block' per token"),
+        (
+            {"target_pattern": {3: "attention"}, "branch": "neurons"},
+            "layer 3: branch='neurons' is made of the FFN",
+        ),
+        (
+            {"target_pattern": {9: "block"}, "layers": [1]},
+            "must name routed layers, and layer 9 is none",
+        ),
+        (
+            {"target_pattern": {1: "experts"}},
+            "is for the targets 'ffn' or 'attention' or 'block' per token",
+        ),
         ({"target_pattern": {1: "block"}, "granularity": "sequence"}, "per token"),
         ({"target_pattern": {1: "block"}, "gate": "random", "target": "memory"}, "memory"),
         ({"branch_pattern": {1: "memory"}}, "is for branch='lowrank', 'swiglu' and 'neurons'"),
-        ({"branch_pattern": {1: "lowrank"}, "branch": "none"}, "is for branch='lowrank', 'swiglu' and 'neurons'"),
+        (
+            {"branch_pattern": {1: "lowrank"}, "branch": "none"},
+            "is for branch='lowrank', 'swiglu' and 'neurons'",
+        ),
         ({"rank_pattern": {1: 0}}, "has 0; use an integer from 1 to 262144"),
         ({"rank_pattern": {"first": 4}}, "must map layer indices to values"),
         ({"rank_pattern": [4]}, "must map layer indices to values"),

@@ -61,11 +61,15 @@ def test_every_file_type_gives_the_same_texts(suffix: str, tmp_path: Path) -> No
 def test_what_save_to_disk_wrote_is_loaded_with_its_splits(tmp_path: Path) -> None:
     table = datasets.Dataset.from_dict({"body": [f"text {i}" for i in range(10)]})
     table.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": table, "test": table.select(range(2))}).save_to_disk(tmp_path / "two")
+    datasets.DatasetDict({"train": table, "test": table.select(range(2))}).save_to_disk(
+        tmp_path / "two"
+    )
     for streaming in (False, True):
 
         def texts(folder: str, split: str, streaming: bool = streaming) -> list[str]:
-            rows = load_text(str(tmp_path / folder), split=split, column="body", streaming=streaming)
+            rows = load_text(
+                str(tmp_path / folder), split=split, column="body", streaming=streaming
+            )
             return [row["text"] for row in rows]
 
         assert texts("one", "train[80%:]") == ["text 8", "text 9"]
@@ -107,7 +111,10 @@ def test_stdlib_streams_the_same_texts() -> None:
 
 
 def test_slices_of_the_stdlib_are_its_files_in_order() -> None:
-    whole, first, rest = (load_text(PYTHON_STDLIB, split=s)["text"][:] for s in ("train", "train[:90%]", "train[90%:]"))
+    whole, first, rest = (
+        load_text(PYTHON_STDLIB, split=s)["text"][:]
+        for s in ("train", "train[:90%]", "train[90%:]")
+    )
     assert first + rest == whole and len(first) > 5 * len(rest) > 0
 
 
@@ -121,7 +128,9 @@ def test_blocks_are_the_token_stream_with_end_tokens(text_file: Path) -> None:
     stream = (tokenizer(WORDS)["input_ids"] + [tokenizer.eos_token_id]) * 20
     joined = [token for row in packed for token in row["input_ids"]]
     assert joined == stream[: len(stream) // 8 * 8]
-    assert all(row["labels"] == row["input_ids"] and row["attention_mask"] == [1] * 8 for row in packed)
+    assert all(
+        row["labels"] == row["input_ids"] and row["attention_mask"] == [1] * 8 for row in packed
+    )
 
 
 def test_streaming_gives_the_same_blocks(text_file: Path) -> None:
@@ -140,7 +149,9 @@ def test_empty_and_missing_texts_are_left_out(tmp_path: Path) -> None:
     rows = [{"text": WORDS}, {"text": None}, {"text": ""}, {"text": WORDS}]
     tokenizer = word_tokenizer()
     with_gaps = pack(load_text(str(write_jsonl(tmp_path / "a.jsonl", rows))), tokenizer, 14)
-    assert with_gaps["input_ids"][:] == [tokenizer(WORDS)["input_ids"] + [tokenizer.eos_token_id]] * 2
+    assert (
+        with_gaps["input_ids"][:] == [tokenizer(WORDS)["input_ids"] + [tokenizer.eos_token_id]] * 2
+    )
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -163,7 +174,9 @@ def test_an_empty_file_is_refused(tmp_path: Path, streaming: bool) -> None:
         load_text(str(path), streaming=streaming)
 
 
-def test_missing_file_folder_split_column_and_type_have_their_own_messages(text_file: Path, tmp_path: Path) -> None:
+def test_missing_file_folder_split_column_and_type_have_their_own_messages(
+    text_file: Path, tmp_path: Path
+) -> None:
     empty_folder = tmp_path / "nothing"
     empty_folder.mkdir()
     other = tmp_path / "text.doc"
@@ -189,7 +202,9 @@ def test_missing_file_folder_split_column_and_type_have_their_own_messages(text_
     assert len(messages) == len(requests)
 
 
-@pytest.mark.parametrize("name, content", [("a.jsonl", b'{"text": broken\n'), ("a.parquet", b"not parquet")])
+@pytest.mark.parametrize(
+    "name, content", [("a.jsonl", b'{"text": broken\n'), ("a.parquet", b"not parquet")]
+)
 def test_a_broken_file_is_refused_without_log_lines(
     name: str, content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,24 +39,47 @@ def test_a_prompt_is_put_into_the_template_once() -> None:
     assert tokenizer.decode(encode_prompt(tokenizer, "cat sat")) == "<bos> the dog cat sat said"
     assert encode_prompt(tokenizer, "cat sat", chat_template=False) == plain
     tokenizer.chat_template = BROKEN
-    with pytest.raises(PromptError, match="does not take one message: a system message has to come first"):
+    with pytest.raises(
+        PromptError, match="does not take one message: a system message has to come first"
+    ):
         encode_prompt(tokenizer, "cat sat")
 
 
-def test_generate_prints_the_answer_and_without_a_template_prompt_and_continuation(files: tuple[Path, Path]) -> None:
+def test_generate_prints_the_answer_and_without_a_template_prompt_and_continuation(
+    files: tuple[Path, Path],
+) -> None:
     base, adapter = files
-    tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
-    for words, prompt, first in (([], "<bos> the dog cat sat said", 6), (["--no-chat-template"], "cat sat", 0)):
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(base),
+        AutoModelForCausalLM.from_pretrained(base),
+    )
+    for words, prompt, first in (
+        ([], "<bos> the dog cat sat said", 6),
+        (["--no-chat-template"], "cat sat", 0),
+    ):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        expected = model.generate(input_ids=ids, do_sample=False, max_new_tokens=5, pad_token_id=0)[0, first:]
+        expected = model.generate(input_ids=ids, do_sample=False, max_new_tokens=5, pad_token_id=0)[
+            0, first:
+        ]
         ended = run(
-            "generate", adapter, "--model", base, "--prompt", "cat sat", "--max-new-tokens", 5, "--full", *words
+            "generate",
+            adapter,
+            "--model",
+            base,
+            "--prompt",
+            "cat sat",
+            "--max-new-tokens",
+            5,
+            "--full",
+            *words,
         )
         assert ended.code == 0, ended.err
         assert ended.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
 
 
-def test_a_template_that_takes_no_single_message_names_the_way_out(files: tuple[Path, Path]) -> None:
+def test_a_template_that_takes_no_single_message_names_the_way_out(
+    files: tuple[Path, Path],
+) -> None:
     base, adapter = files
     (base / "chat_template.jinja").write_text(BROKEN)
     ended = run("generate", adapter, "--model", base, "--prompt", "cat sat")

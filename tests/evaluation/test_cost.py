@@ -17,10 +17,14 @@ from hf_depthroute.config.adapter import ConfigError
 
 
 def paper_model(gate):
-    config = GPT2Config(vocab_size=151_665, n_embd=640, n_layer=12, n_head=10, n_inner=2560, n_positions=768)
+    config = GPT2Config(
+        vocab_size=151_665, n_embd=640, n_layer=12, n_head=10, n_inner=2560, n_positions=768
+    )
     with torch.device("meta"):
         base = GPT2LMHeadModel(config)
-        return get_depth_routed_model(base, DepthRouteConfig(layers="last:4", gate=gate, branch_rank=80))
+        return get_depth_routed_model(
+            base, DepthRouteConfig(layers="last:4", gate=gate, branch_rank=80)
+        )
 
 
 @pytest.mark.parametrize(("gate", "digits", "ratio"), [("mlp", 3, 0.547), ("jepa", 4, 0.5525)])
@@ -65,7 +69,9 @@ def test_a_full_budget_saves_nothing_and_still_pays_the_gate():
 
 
 def test_experts_count_by_the_share_a_token_meets():
-    model = get_depth_routed_model(build_base("olmoe"), DepthRouteConfig(layers="all", branch="none"))
+    model = get_depth_routed_model(
+        build_base("olmoe"), DepthRouteConfig(layers="all", branch="none")
+    )
     cost = route_cost(model, batch_size=1, length=1, budget=0.5)
     per_expert = 3 * 32 * 64
     # 4 layers, top-2 of 4 experts, and the experts' own router.
@@ -74,7 +80,12 @@ def test_experts_count_by_the_share_a_token_meets():
 
 
 def narrow(**fields):
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_hidden_layers": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+    }
     with torch.device("meta"):
         base = LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes))
         return get_depth_routed_model(base, DepthRouteConfig(layers="last:2", **fields))
@@ -86,14 +97,22 @@ def test_an_adapter_that_cannot_pay_for_itself_says_so_with_what_to_make_smaller
     saved = 2 * 0.5 * 2 * 3 * 64 * 160
     assert f"{cost.flops_routed / cost.flops_dense:.3g} of the dense FLOPs" in cost.remark
     assert f"save {saved:,.0f} FLOPs and spend " in cost.remark
-    assert "make context_dim (now 128), summary_dim (now 64), action_dim (now 16) smaller" in cost.remark
+    assert (
+        "make context_dim (now 128), summary_dim (now 64), action_dim (now 16) smaller"
+        in cost.remark
+    )
     assert "\n" not in cost.remark
 
 
 def test_remark_is_about_the_larger_part():
     wide = route_cost(narrow(branch_rank=256))
-    assert wide.flops_routed > wide.flops_dense and "make branch_rank (now 256) smaller" in wide.remark
-    assert "make gate_hidden (now 250) smaller" in route_cost(narrow(gate_hidden=250, budget=0.9)).remark
+    assert (
+        wide.flops_routed > wide.flops_dense and "make branch_rank (now 256) smaller" in wide.remark
+    )
+    assert (
+        "make gate_hidden (now 250) smaller"
+        in route_cost(narrow(gate_hidden=250, budget=0.9)).remark
+    )
     lm_head = narrow(gate="exit", target="block", branch="none")
     assert "such as gate='linear'" in route_cost(lm_head, budget=0.9).remark
 
@@ -116,7 +135,9 @@ def test_a_full_budget_has_no_remark_because_it_runs_no_gate():
 def test_measured_shares_override_the_budget():
     model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[2, 3]))
     even = route_cost(model, budget=0.5)
-    assert route_cost(model, full_ratio={2: 0.25, 3: 0.75}).flops_routed == pytest.approx(even.flops_routed)
+    assert route_cost(model, full_ratio={2: 0.25, 3: 0.75}).flops_routed == pytest.approx(
+        even.flops_routed
+    )
     assert route_cost(model, full_ratio={2: 0.25, 3: 0.25}).flops_routed < even.flops_routed
 
 

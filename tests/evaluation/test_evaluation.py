@@ -47,7 +47,9 @@ def test_mean_loss_equals_the_models_own_loss() -> None:
 def test_every_token_weighs_the_same_whatever_the_batch_sizes() -> None:
     base = build_base("llama")
     block = batch(5, 12)
-    split = [{name: value[part] for name, value in block.items()} for part in (slice(0, 4), slice(4, 5))]
+    split = [
+        {name: value[part] for name, value in block.items()} for part in (slice(0, 4), slice(4, 5))
+    ]
     assert mean_loss(base, split) == pytest.approx(mean_loss(base, [block]), abs=1e-5)
 
 
@@ -66,12 +68,17 @@ def test_masked_labels_do_not_count() -> None:
     labels = block["input_ids"].clone()
     labels[:, 6:] = -100
     short = {name: value[:, :6] for name, value in block.items()}
-    assert mean_loss(base, [block | {"labels": labels}]) == pytest.approx(mean_loss(base, [short]), abs=1e-5)
+    assert mean_loss(base, [block | {"labels": labels}]) == pytest.approx(
+        mean_loss(base, [short]), abs=1e-5
+    )
 
 
 def test_mean_loss_of_packed_documents_is_that_of_each_alone() -> None:
     base, ids = build_base("llama"), tokens(1, 12)
-    packed = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])}
+    packed = {
+        "input_ids": ids,
+        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]),
+    }
     apart = [{"input_ids": ids[:, :5]}, {"input_ids": ids[:, 5:]}]
     assert mean_loss(base, [packed]) == pytest.approx(mean_loss(base, apart), abs=1e-5)
 
@@ -143,7 +150,9 @@ def test_budget_one_has_the_dense_loss(model: PeftModel) -> None:
 
 @pytest.mark.parametrize("target,tail", [("ffn", None), ("block", 3), ("attention", 2)])
 @pytest.mark.parametrize("padded", [False, True])
-def test_of_prompts_alone_the_loss_is_that_of_the_text_behind_them(target: str, tail: int | None, padded: bool) -> None:
+def test_of_prompts_alone_the_loss_is_that_of_the_text_behind_them(
+    target: str, tail: int | None, padded: bool
+) -> None:
     model = build_routed("llama", target, budget=0.4, phases="prefill", prompt_tail=tail)
     block = batch(2, 18)
     if padded:
@@ -160,7 +169,9 @@ def test_of_prompts_alone_the_loss_is_that_of_the_text_behind_them(target: str, 
                 rest = model(input_ids=ids[:, prompt:], past_key_values=read.past_key_values)
             logits = torch.cat([read.logits[:, -1:], rest.logits[:, :-1]], dim=1)[0]
             expected[rule].append(F.cross_entropy(logits, ids[0, prompt:], reduction="none"))
-        shares.append((torch.cat([record.mask for record in trace.values()]).sum(), prompt * len(trace)))
+        shares.append(
+            (torch.cat([record.mask for record in trace.values()]).sum(), prompt * len(trace))
+        )
     rows = {row.rule: row for row in evaluate_budgets(model, [block], None, [0.4])}
     assert all(row.behind_prompts for row in rows.values())
     for rule, losses in expected.items():
@@ -177,7 +188,9 @@ def test_calibration_text_sets_the_share(model: PeftModel) -> None:
             routing.depth_route_quantiles["default"].values.add_(100)  # no score reaches these
     blocks = [batch(8, 16)]
     assert evaluate_budgets(model, blocks, None, [0.5])[2].full_ratio == 0.0
-    assert evaluate_budgets(model, blocks, blocks, [0.5])[2].full_ratio == pytest.approx(0.5, abs=0.02)
+    assert evaluate_budgets(model, blocks, blocks, [0.5])[2].full_ratio == pytest.approx(
+        0.5, abs=0.02
+    )
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
@@ -197,7 +210,9 @@ def test_the_adapter_is_left_as_it_was_after_an_error(model: PeftModel) -> None:
 
 
 @pytest.mark.parametrize("budget", [0.0, 1.5, float("nan")])
-def test_a_budget_out_of_range_is_refused_before_anything_runs(model: PeftModel, budget: float) -> None:
+def test_a_budget_out_of_range_is_refused_before_anything_runs(
+    model: PeftModel, budget: float
+) -> None:
     with pytest.raises(ConfigError, match="budget"):
         evaluate_budgets(model, [], None, [0.5, budget])
 

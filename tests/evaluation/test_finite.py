@@ -55,7 +55,18 @@ def test_the_dense_base_is_not_touched_by_it(extra: list[str], adapter: Path) ->
 
 def test_eval_prints_and_writes_no_nan(adapter: Path, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
-    ended = run("eval", adapter, "--dataset", text, "--length", 16, "--blocks", 4, "--json", tmp_path / "rows.json")
+    ended = run(
+        "eval",
+        adapter,
+        "--dataset",
+        text,
+        "--length",
+        16,
+        "--blocks",
+        4,
+        "--json",
+        tmp_path / "rows.json",
+    )
     assert ended.code == 1
     assert "layer 2 (routed" in ended.error
     assert "nan" not in ended.out and not (tmp_path / "rows.json").exists()
@@ -63,7 +74,18 @@ def test_eval_prints_and_writes_no_nan(adapter: Path, tmp_path: Path) -> None:
 
 def test_report_draws_no_nan(adapter: Path, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
-    ended = run("report", adapter, "--dataset", text, "--length", 16, "--blocks", 4, "--out", tmp_path / "page.html")
+    ended = run(
+        "report",
+        adapter,
+        "--dataset",
+        text,
+        "--length",
+        16,
+        "--blocks",
+        4,
+        "--out",
+        tmp_path / "page.html",
+    )
     assert ended.code == 1
     assert "layer 2 (routed" in ended.err.split("\n")[-2] and not (tmp_path / "page.html").exists()
 
@@ -86,13 +108,17 @@ def test_a_finite_model_is_left_alone(base: Path) -> None:
     assert not model.get_base_model()._forward_hooks
 
 
-def test_nothing_waits_for_the_device_in_a_forward_pass(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_for_the_device_in_a_forward_pass(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = overflowing(base)
     waits: list[str] = []
     for name in ("item", "__bool__", "tolist", "cpu"):
         kept = getattr(torch.Tensor, name)
         monkeypatch.setattr(
-            torch.Tensor, name, lambda self, *a, _n=name, _k=kept, **k: waits.append(_n) or _k(self, *a, **k)
+            torch.Tensor,
+            name,
+            lambda self, *a, _n=name, _k=kept, **k: waits.append(_n) or _k(self, *a, **k),
         )
     model(tokens(4, 16))  # the first pass looks at its thresholds
     waits.clear()

@@ -65,7 +65,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = folder / "data.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     (folder / "choice.yaml").write_text(TASK.format(name="small_choice", data=data) + CHOICE)
-    (folder / "generation.yaml").write_text(TASK.format(name="small_generation", data=data) + GENERATION)
+    (folder / "generation.yaml").write_text(
+        TASK.format(name="small_generation", data=data) + GENERATION
+    )
     return folder
 
 
@@ -95,12 +97,18 @@ def requests(tasks: Path) -> list[Any]:
     ],
     ids=str,
 )
-def test_batch_size_and_padding_change_no_score(base: Path, tasks: Path, fields: dict[str, Any]) -> None:
+def test_batch_size_and_padding_change_no_score(
+    base: Path, tasks: Path, fields: dict[str, Any]
+) -> None:
     model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp", **fields)
     found = []
     for batch_size in (1, 3, 36):
         lm = DepthRouteLM(model, tokenizer=word_tokenizer(), batch_size=batch_size)
-        found.append(torch.tensor([score for score, _ in lm.loglikelihood(requests(tasks), disable_tqdm=True)]))
+        found.append(
+            torch.tensor(
+                [score for score, _ in lm.loglikelihood(requests(tasks), disable_tqdm=True)]
+            )
+        )
     with model.disable_adapter():
         dense = lm.loglikelihood(requests(tasks), disable_tqdm=True)
     assert (found[0] - torch.tensor([score for score, _ in dense])).abs().max() > 1e-2
@@ -110,7 +118,10 @@ def test_batch_size_and_padding_change_no_score(base: Path, tasks: Path, fields:
 
 def test_with_prompts_alone_answers_are_scored_as_they_are_served(base: Path, tasks: Path) -> None:
     """The prompt is read once for all of its answers, and each token of an answer is decoded behind it."""
-    model, tokenizer = routed(AutoModelForCausalLM.from_pretrained(base), "mlp", phases="prefill"), word_tokenizer()
+    model, tokenizer = (
+        routed(AutoModelForCausalLM.from_pretrained(base), "mlp", phases="prefill"),
+        word_tokenizer(),
+    )
     lm, pairs = DepthRouteLM(model, tokenizer=tokenizer), requests(tasks)
     passes = []
     with model.register_forward_hook(lambda *_: passes.append(1)):
@@ -118,7 +129,9 @@ def test_with_prompts_alone_answers_are_scored_as_they_are_served(base: Path, ta
     prompts = {pair.args[0] for pair in pairs}
     assert len(passes) == len(prompts) + sum(" " in pair.args[1].strip() for pair in pairs)
     for pair, (score, greedy) in zip(pairs, found):
-        prompt, answer = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in pair.args)
+        prompt, answer = (
+            tokenizer(part, add_special_tokens=False)["input_ids"] for part in pair.args
+        )
         cache, logits = None, []
         for part in [prompt, *[[token] for token in answer[:-1]]]:
             with torch.no_grad():
@@ -126,7 +139,9 @@ def test_with_prompts_alone_answers_are_scored_as_they_are_served(base: Path, ta
             cache = out.past_key_values
             logits.append(out.logits[0, -1])
         log_probs = torch.stack(logits).log_softmax(-1)
-        assert score == pytest.approx(float(log_probs.gather(1, torch.tensor(answer)[:, None]).sum()), abs=1e-4)
+        assert score == pytest.approx(
+            float(log_probs.gather(1, torch.tensor(answer)[:, None]).sum()), abs=1e-4
+        )
         assert greedy == (log_probs.argmax(-1).tolist() == answer)
 
 
@@ -136,7 +151,9 @@ def test_a_prompt_that_is_too_long_loses_its_beginning_with_a_word(base: Path) -
     request = (("prompt", "answer"), list(range(3, 13)), [5, 6])
     with pytest.warns(UserWarning, match="1 of 1 requests are longer than the 8 tokens"):
         found = lm._loglikelihood_tokens([request], disable_tqdm=True)
-    assert found == lm._loglikelihood_tokens([(request[0], request[1][-7:], [5, 6])], disable_tqdm=True)
+    assert found == lm._loglikelihood_tokens(
+        [(request[0], request[1][-7:], [5, 6])], disable_tqdm=True
+    )
 
 
 def test_dense_and_routed_are_compared_and_the_budget_is_restored(base: Path, tasks: Path) -> None:
@@ -158,7 +175,9 @@ def test_dense_and_routed_are_compared_and_the_budget_is_restored(base: Path, ta
 
 
 @pytest.mark.nightly(unless=lambda fields: not fields)
-@pytest.mark.parametrize("fields", [{}, {"phases": "prefill"}, {"granularity": "sequence"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"phases": "prefill"}, {"granularity": "sequence"}], ids=str
+)
 def test_generations_are_timed_without_their_count_and_counted_as_they_were(
     base: Path, tasks: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,13 +188,19 @@ def test_generations_are_timed_without_their_count_and_counted_as_they_were(
     generate = HFLM._model_generate
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorders.extend(len(routing.state.settings.recorders) for routing in routings_of(self.model))
+        recorders.extend(
+            len(routing.state.settings.recorders) for routing in routings_of(self.model)
+        )
         return generate(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(HFLM, "_model_generate", timed)
-        found = evaluate_tasks(model, word_tokenizer(), ["small_generation"], [0.5], include_path=tasks, batch_size=1)
-        padded = evaluate_tasks(model, word_tokenizer(), ["small_generation"], [0.5], include_path=tasks, batch_size=5)
+        found = evaluate_tasks(
+            model, word_tokenizer(), ["small_generation"], [0.5], include_path=tasks, batch_size=1
+        )
+        padded = evaluate_tasks(
+            model, word_tokenizer(), ["small_generation"], [0.5], include_path=tasks, batch_size=5
+        )
     assert set(recorders) == {0}
     manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
     lm = DepthRouteLM(model, budget=0.5, tokenizer=word_tokenizer(), batch_size=1)
@@ -192,7 +217,9 @@ def test_lm_eval_finds_the_model_by_name(base: Path, tasks: Path, tmp_path: Path
     model.save_pretrained(tmp_path)
     manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
     arguments = {"pretrained": str(base), "adapter": str(tmp_path), "budget": 0.3}
-    by_name = lm_eval.simple_evaluate("depthroute", arguments, tasks=["small_choice"], task_manager=manager)
+    by_name = lm_eval.simple_evaluate(
+        "depthroute", arguments, tasks=["small_choice"], task_manager=manager
+    )
     ours = evaluate_tasks(model, word_tokenizer(), ["small_choice"], [0.3], include_path=tasks)[1]
     assert by_name["results"]["small_choice"]["acc,none"] == scores(ours)["small_choice", "acc"][0]
 
@@ -228,7 +255,15 @@ def test_the_command_prints_a_table_and_writes_lm_evals_results(
     model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp")
     model.save_pretrained(tmp_path / "adapter")
     out = tmp_path / "results.json"
-    command = ["eval", "--adapter", tmp_path / "adapter", "--tasks", "small_choice", "--include-path", tasks]
+    command = [
+        "eval",
+        "--adapter",
+        tmp_path / "adapter",
+        "--tasks",
+        "small_choice",
+        "--include-path",
+        tasks,
+    ]
     with pytest.raises(SystemExit) as caught:
         options = ["--budgets", "0.3,1", "--json", out, "--limit", "6", "--phases", "prefill"]
         main([str(part) for part in [*command, *options]])
@@ -252,7 +287,9 @@ def test_the_command_prints_a_table_and_writes_lm_evals_results(
 def lm_eval_program(*words: object) -> subprocess.CompletedProcess[str]:
     """`hf-depthroute lm-eval` in a process of its own, where nothing has registered the method with PEFT."""
     command = [sys.executable, "-m", "hf_depthroute", "lm-eval", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONUTF8": "1"})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONUTF8": "1"}
+    )
 
 
 @pytest.mark.nightly
@@ -265,21 +302,36 @@ def test_lm_evals_own_program_takes_an_adapter(tasks: Path, tmp_path: Path) -> N
     model.save_pretrained(tmp_path / "adapter")
     ours = evaluate_tasks(model, word_tokenizer(), ["small_choice"], [0.3], include_path=tasks)[1]
     words = ["--tasks", "small_choice", "--include_path", tasks]
-    hf = ["--model", "hf", "--model_args", f"pretrained={base},peft={tmp_path / 'adapter'}", "--batch_size", "3"]
+    hf = [
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={base},peft={tmp_path / 'adapter'}",
+        "--batch_size",
+        "3",
+    ]
     ended = lm_eval_program(*hf, *words, "--output_path", tmp_path / "hf.json")
     assert ended.returncode == 0, ended.stderr
     (written,) = tmp_path.glob("hf*.json")
     assert (
-        json.loads(written.read_text())["results"]["small_choice"]["acc,none"] == scores(ours)["small_choice", "acc"][0]
+        json.loads(written.read_text())["results"]["small_choice"]["acc,none"]
+        == scores(ours)["small_choice", "acc"][0]
     )
-    own = ["--model", "depthroute", "--model_args", f"adapter={tmp_path / 'adapter'},pretrained={base},budget=0.3"]
+    own = [
+        "--model",
+        "depthroute",
+        "--model_args",
+        f"adapter={tmp_path / 'adapter'},pretrained={base},budget=0.3",
+    ]
     ended = lm_eval_program("run", *own, *words)
     assert ended.returncode == 0, ended.stderr
     assert "small_choice" in ended.stdout and "depthroute" in ended.stdout
 
 
 @pytest.mark.parametrize(
-    "fields", [{"phases": "prefill"}, {"granularity": "sequence", "target": "block"}], ids=["prefill", "sequence"]
+    "fields",
+    [{"phases": "prefill"}, {"granularity": "sequence", "target": "block"}],
+    ids=["prefill", "sequence"],
 )
 def test_lm_evals_own_program_refuses_batches_whose_padding_would_be_read(
     fields: dict[str, Any], base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -290,7 +342,18 @@ def test_lm_evals_own_program_refuses_batches_whose_padding_would_be_read(
         json.dumps({"pretrained": str(base), "peft": str(tmp_path)}),
     ):
         with pytest.raises(SystemExit) as caught:
-            main(["lm-eval", "--model", "hf", "--model_args", arguments, "--tasks", "x", "--batch_size=8"])
+            main(
+                [
+                    "lm-eval",
+                    "--model",
+                    "hf",
+                    "--model_args",
+                    arguments,
+                    "--tasks",
+                    "x",
+                    "--batch_size=8",
+                ]
+            )
         assert caught.value.code == 2
         assert "use --model depthroute --model_args adapter=" in capsys.readouterr().err
 
@@ -300,10 +363,17 @@ def test_a_task_whose_data_are_not_there_is_told_by_the_name_of_its_dataset(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    task = TASK.format(name="far", data="x").replace("dataset_path: json", "dataset_path: me/questions")
-    (tmp_path / "far.yaml").write_text(task.replace("dataset_kwargs: {data_files: {test: x}}", "") + CHOICE)
+    task = TASK.format(name="far", data="x").replace(
+        "dataset_path: json", "dataset_path: me/questions"
+    )
+    (tmp_path / "far.yaml").write_text(
+        task.replace("dataset_kwargs: {data_files: {test: x}}", "") + CHOICE
+    )
     routed(AutoModelForCausalLM.from_pretrained(base), "mlp").save_pretrained(tmp_path / "adapter")
     with pytest.raises(SystemExit) as caught:
         main(["eval", str(tmp_path / "adapter"), "--tasks", "far", "--include-path", str(tmp_path)])
     assert caught.value.code == 3
-    assert "error: dataset me/questions: not a local path and not in the local cache" in capsys.readouterr().err
+    assert (
+        "error: dataset me/questions: not a local path and not in the local cache"
+        in capsys.readouterr().err
+    )

@@ -115,7 +115,9 @@ def test_compiled_prefill_equals_eager() -> None:
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     with torch.no_grad():
-        found = torch.compile(model, fullgraph=True, backend="eager")(input_ids=ids, attention_mask=mask).logits
+        found = torch.compile(model, fullgraph=True, backend="eager")(
+            input_ids=ids, attention_mask=mask
+        ).logits
         expected = model(input_ids=ids, attention_mask=mask).logits
     real = mask.bool()
     assert gap(found[real], expected[real]) < 1e-5
@@ -145,7 +147,9 @@ def test_row_ops_equal_the_gathered_executor(family: str, kind: str) -> None:
     def run(executor: str) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         with state_of(model).override(executor=executor), record_routes(model) as trace:
             prompt = model(input_ids=ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
-            rest = model(input_ids=ids[:, 6:], attention_mask=mask, past_key_values=prompt.past_key_values)
+            rest = model(
+                input_ids=ids[:, 6:], attention_mask=mask, past_key_values=prompt.past_key_values
+            )
         logits = torch.cat([prompt.logits, rest.logits], dim=1)
         return logits[mask.bool()], {index: record.mask for index, record in trace.items()}
 
@@ -196,7 +200,10 @@ def test_a_compiled_trainer_makes_the_steps_of_a_plain_one(kind: str, tmp_path: 
     expected, expected_state = trained()
     torch._dynamo.utils.counters.clear()
     found, state = trained(torch_compile=True, torch_compile_backend="eager")
-    stats, breaks = torch._dynamo.utils.counters["stats"], torch._dynamo.utils.counters["graph_break"]
+    stats, breaks = (
+        torch._dynamo.utils.counters["stats"],
+        torch._dynamo.utils.counters["graph_break"],
+    )
     assert stats["unique_graphs"] == 1 and not breaks
     assert len(found) == 4 and found == pytest.approx(expected, abs=1e-6)
     assert_same_tensors(state, expected_state, tolerance=1e-5)
@@ -206,7 +213,9 @@ def test_a_compiled_trainer_follows_a_budget_schedule(tmp_path: Path) -> None:
     """Each budget is compiled on its own."""
     losses = []
     for fields in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
-        trainer, _ = make_trainer(shallow("llama", "mlp"), rows(4), tmp_path, budget_schedule_steps=2, **fields)
+        trainer, _ = make_trainer(
+            shallow("llama", "mlp"), rows(4), tmp_path, budget_schedule_steps=2, **fields
+        )
         trainer.train()
         losses.append([entry["loss"] for entry in step_logs(trainer)])
     assert len(losses[0]) == 2
@@ -283,7 +292,9 @@ def test_a_routed_prompt_waits_for_the_gpu_no_more_than_the_base_does(kind: str)
                 model(input_ids=ids)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        return [f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)]
+        return [
+            f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)
+        ]
 
     with model.disable_adapter():
         base = waits()

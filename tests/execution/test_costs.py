@@ -45,7 +45,12 @@ def test_the_defaults_are_what_the_committed_results_say() -> None:
 def call_of(batch: int, length: int, sizes: tuple[int, int], **changes: Any) -> Any:
     """A call of a routed FFN of these sizes, width and FFN width, on a GPU that is not there."""
     stream = SimpleNamespace(is_cuda=True, shape=(batch, length, sizes[0]))
-    plan: dict[str, Any] = {"executor": "auto", "target": TARGETS["ffn"], "budget": 0.5, "everything": False}
+    plan: dict[str, Any] = {
+        "executor": "auto",
+        "target": TARGETS["ffn"],
+        "budget": 0.5,
+        "everything": False,
+    }
     state = SimpleNamespace(gather_costs=changes.pop("measured", None))
     return SimpleNamespace(
         stream=stream,
@@ -163,7 +168,9 @@ def test_steps_that_may_pay_or_hold_decisions_stay_routed(monkeypatch: pytest.Mo
     full = in_full(model)
     static = StaticCache(config=model.config, max_cache_len=8)  # what `generate` compiles
     assert not torch.allclose(stepped(model, static), full, atol=1e-4)
-    tune_execution(model, tokens(1, 7), steps=1, repeats=1, keep_decisions=True, executors=["gathered"])
+    tune_execution(
+        model, tokens(1, 7), steps=1, repeats=1, keep_decisions=True, executors=["gathered"]
+    )
     assert not torch.allclose(stepped(model, DynamicCache()), full, atol=1e-4)
     for routing in routings_of(model):
         routing.forget_tuned("default")

@@ -59,7 +59,9 @@ def decoded(model: Any, batch: int = 1, general: bool = False) -> torch.Tensor:
     return torch.cat(logits, dim=1)
 
 
-def assert_steps_equal_the_general_pass(monkeypatch: pytest.MonkeyPatch, model: PeftModel, batch: int = 1) -> None:
+def assert_steps_equal_the_general_pass(
+    monkeypatch: pytest.MonkeyPatch, model: PeftModel, batch: int = 1
+) -> None:
     with counted_steps(monkeypatch) as taken:
         fast = decoded(model, batch)
     assert len(taken) == 8 * 3
@@ -77,14 +79,20 @@ def assert_steps_equal_the_general_pass(monkeypatch: pytest.MonkeyPatch, model: 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("gate", ["mlp", "jepa", "linear", "random"])
-def test_equal_the_general_pass(monkeypatch: pytest.MonkeyPatch, family: str, gate: str, batch: int) -> None:
+def test_equal_the_general_pass(
+    monkeypatch: pytest.MonkeyPatch, family: str, gate: str, batch: int
+) -> None:
     model = build_routed(family, "mlp", gate=gate)
     assert_steps_equal_the_general_pass(monkeypatch, model, batch)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("fields", [{"branch": "none"}, {"gate_input": "residual"}, {"gate_hidden": 5}])
-def test_equal_the_general_pass_whatever_the_adapter_holds(fields: dict[str, Any], batch: int) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"branch": "none"}, {"gate_input": "residual"}, {"gate_hidden": 5}]
+)
+def test_equal_the_general_pass_whatever_the_adapter_holds(
+    fields: dict[str, Any], batch: int
+) -> None:
     model = build_routed("qwen2", "mlp", **fields)
     general = decoded(model, batch, general=True)
     torch.testing.assert_close(decoded(model, batch), general, atol=1e-5, rtol=1e-5)
@@ -133,7 +141,9 @@ def test_take_the_stream_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("gate", ["mlp", "linear", "affine"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_maps_in_one_product_are_those_of_gate_and_branch(dtype: torch.dtype, gate: str, batch: int) -> None:
+def test_maps_in_one_product_are_those_of_gate_and_branch(
+    dtype: torch.dtype, gate: str, batch: int
+) -> None:
     model = routed(build_base("llama", dtype=dtype), "mlp", gate=gate)
     routing = routings_of(model)[0]
     one, branch = routing.depth_route_gate["default"], routing.depth_route_branch["default"]
@@ -142,7 +152,9 @@ def test_maps_in_one_product_are_those_of_gate_and_branch(dtype: torch.dtype, ga
         norm.weight.copy_(torch.rand(norm.weight.shape) + 0.5)
         branch.norm.weight.copy_(torch.rand(norm.weight.shape) + 0.5)
         for weight in (*one.parameters(), *branch.parameters()):
-            weight.copy_(weight.to(dtype) if weight.ndim == 1 else torch.randn(weight.shape).to(dtype) * 0.3)
+            weight.copy_(
+                weight.to(dtype) if weight.ndim == 1 else torch.randn(weight.shape).to(dtype) * 0.3
+            )
         a = torch.randn(batch, 1, routing.width).to(dtype)
         joint = fuse(rms_of(norm), one, branch, dtype)
         assert joint is not None
@@ -154,7 +166,9 @@ def test_maps_in_one_product_are_those_of_gate_and_branch(dtype: torch.dtype, ga
             hidden = torch.nn.functional.silu(linear(hidden))
         last = exact[0].score
         true_scores = (hidden @ last.weight.T + (0 if last.bias is None else last.bias)).flatten()
-        wanted = exact[1].down(torch.nn.functional.silu(exact[1].up(x * branch.norm.weight.double())))
+        wanted = exact[1].down(
+            torch.nn.functional.silu(exact[1].up(x * branch.norm.weight.double()))
+        )
         cheap = joint.cheap(maps, a)
     assert cheap is not None
     torch.testing.assert_close(torch.tensor(scores).double(), true_scores, atol=1e-4, rtol=1e-4)
@@ -162,7 +176,9 @@ def test_maps_in_one_product_are_those_of_gate_and_branch(dtype: torch.dtype, ga
 
 
 def replaced(layer: Any) -> None:
-    layer.post_attention_layernorm = torch.nn.Sequential(layer.post_attention_layernorm, torch.nn.Softsign())
+    layer.post_attention_layernorm = torch.nn.Sequential(
+        layer.post_attention_layernorm, torch.nn.Softsign()
+    )
 
 
 def patched(layer: Any) -> None:
@@ -175,7 +191,9 @@ def hooked(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [replaced, patched, hooked])
-def test_a_norm_that_is_no_longer_that_of_the_base_is_called(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+def test_a_norm_that_is_no_longer_that_of_the_base_is_called(
+    monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
     model = build_routed("llama", "mlp")
     before = decoded(model)
     for layer in decoder_layers(model):
@@ -298,7 +316,9 @@ def test_sequences_that_are_decided_alike_take_steps(
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("target", ["attention", "block"])
-def test_static_layers_without_attention_take_steps(monkeypatch: pytest.MonkeyPatch, target: str, batch: int) -> None:
+def test_static_layers_without_attention_take_steps(
+    monkeypatch: pytest.MonkeyPatch, target: str, batch: int
+) -> None:
     model = build_routed("llama", target, gate="none")
     with counted_steps(monkeypatch) as taken:
         fast = decoded(model, batch)
@@ -307,7 +327,9 @@ def test_static_layers_without_attention_take_steps(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("target", ["attention", "block"])
-def test_sequences_that_differ_and_caches_that_hold_all_keys_run_the_general_pass(target: str) -> None:
+def test_sequences_that_differ_and_caches_that_hold_all_keys_run_the_general_pass(
+    target: str,
+) -> None:
     """What a step hands back is computed: logits and caches are those of a trace, which takes no steps."""
     model = build_routed("llama", target, granularity="sequence")
     ids = tokens(4, 9, seed=4)
@@ -321,7 +343,9 @@ def test_sequences_that_differ_and_caches_that_hold_all_keys_run_the_general_pas
             with torch.no_grad():
                 model(input_ids=ids[:, :8], past_key_values=cache, use_cache=True)
                 with record_routes(model) if general else nullcontext():
-                    found.append(model(input_ids=ids[:, 8:], past_key_values=cache, use_cache=True).logits)
+                    found.append(
+                        model(input_ids=ids[:, 8:], past_key_values=cache, use_cache=True).logits
+                    )
             assert cache.get_seq_length() == 9
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
@@ -334,13 +358,17 @@ def test_a_skipped_token_is_seen_by_later_ones_and_costs_no_query(target: str) -
         routing.config("default").threshold = torch.inf
     ids, layer, calls = tokens(1, 9, seed=4), decoder_layers(model)[2], []
     for name in ("q_proj", "k_proj", "o_proj"):
-        layer.self_attn._modules[name].register_forward_hook(lambda *args, name=name: calls.append(name))
+        layer.self_attn._modules[name].register_forward_hook(
+            lambda *args, name=name: calls.append(name)
+        )
     layer.mlp.register_forward_hook(lambda *args: calls.append("mlp"))
     with torch.no_grad():
         cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
         calls.clear()
         for position in range(4, 9):
-            out = model(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+            out = model(
+                input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True
+            )
         whole = model(input_ids=ids, use_cache=True)
     steps = ["k_proj"] if target == "block" else ["k_proj", "mlp"]
     assert calls[: 5 * len(steps)] == 5 * steps
@@ -391,7 +419,9 @@ def test_skip_the_ffn(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_routed("llama", "mlp")
     rows: list[int] = []
     for layer in list(decoder_layers(model))[1:]:
-        layer.mlp.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[:-1].numel()))
+        layer.mlp.register_forward_hook(
+            lambda module, args, out: rows.append(args[0].shape[:-1].numel())
+        )
     ids = tokens(1, 8, seed=7)
     full = 0
     with torch.no_grad():

@@ -33,7 +33,9 @@ def model(request: pytest.FixtureRequest) -> PeftModel:
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
     """Of a prompt, and of decoding steps of one and two sequences."""
-    return torch.cat([model(input_ids=tokens(*shape)).logits.flatten() for shape in ((2, 8), (1, 1), (2, 1))])
+    return torch.cat(
+        [model(input_ids=tokens(*shape)).logits.flatten() for shape in ((2, 8), (1, 1), (2, 1))]
+    )
 
 
 def fresh(model: PeftModel) -> torch.Tensor:
@@ -95,7 +97,9 @@ def test_weights_made_in_inference_mode_are_never_kept() -> None:
     assert not linear._derived
 
 
-def test_a_kept_plan_follows_budget_threshold_and_table(model: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_plan_follows_budget_threshold_and_table(
+    model: PeftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Joint maps round in another way than the recorded pass.
     monkeypatch.setattr(step_weights, "fuse", lambda *parts: None)
 
@@ -117,7 +121,9 @@ def test_a_kept_plan_follows_budget_threshold_and_table(model: PeftModel, monkey
     config.threshold = None
     assert share() == fifth
     for routing in routings_of(model):
-        routing.active_quantiles().set(torch.full_like(routing.active_quantiles().values, torch.inf))
+        routing.active_quantiles().set(
+            torch.full_like(routing.active_quantiles().values, torch.inf)
+        )
     assert share() == 0
 
 
@@ -201,7 +207,11 @@ def by_numpy(module: Any, name: str, weight: torch.Tensor) -> None:
 def through_another_dtype(module: Any, name: str, weight: torch.Tensor) -> None:
     """As a library merges in double precision and goes back."""
     module.double()
-    by_data(module, name, module._parameters[name] if name in module._parameters else module._buffers[name])
+    by_data(
+        module,
+        name,
+        module._parameters[name] if name in module._parameters else module._buffers[name],
+    )
     module.float()
 
 
@@ -241,10 +251,18 @@ def generated(model: Any, steps: int = 3) -> torch.Tensor:
 
 
 # One of each kind: counted, not counted, the same tensor in another place, another tensor, another dtype in between.
-BY_DAY = [by_copy, by_data, by_other_data_at_the_old_place, as_another_parameter, through_another_dtype]
+BY_DAY = [
+    by_copy,
+    by_data,
+    by_other_data_at_the_old_place,
+    as_another_parameter,
+    through_another_dtype,
+]
 
 
-@pytest.mark.nightly(unless=lambda gate, write: write in BY_DAY and (gate == "mlp" or write is by_data))
+@pytest.mark.nightly(
+    unless=lambda gate, write: write in BY_DAY and (gate == "mlp" or write is by_data)
+)
 @pytest.mark.parametrize("write", [*COUNTED, *NOT_COUNTED], ids=lambda write: write.__name__)
 @pytest.mark.parametrize("gate", GATES)
 def test_the_next_prompt_sees_every_way_of_writing(gate: str, write: Any) -> None:
@@ -275,7 +293,12 @@ def test_the_next_step_sees_what_pytorch_counts(write: Any) -> None:
 
 
 def test_early_exit_follows_resized_embeddings() -> None:
-    fields: dict[str, Any] = {"target": "block", "branch": "none", "gate_input": "residual", "layers": [2]}
+    fields: dict[str, Any] = {
+        "target": "block",
+        "branch": "none",
+        "gate_input": "residual",
+        "layers": [2],
+    }
     model = build_routed("llama", gate="exit", **fields)
     model.get_base_model().resize_token_embeddings(70)
     with torch.no_grad():

@@ -26,7 +26,9 @@ class Chosen(Executor):
         self.layers: list[Any] = []
 
     def supports(self, call: RoutedCall) -> bool:
-        return not call.needs_both_paths and not call.plan.target.per_pair and call.plan.mix == "hard"
+        return (
+            not call.needs_both_paths and not call.plan.target.per_pair and call.plan.mix == "hard"
+        )
 
     def run(self, call: RoutedCall) -> torch.Tensor:
         self.layers.append(call.layer)
@@ -55,7 +57,9 @@ def test_row_of_another_package_is_chosen_by_its_name_and_equals_masked(
 ) -> None:
     model = build_routed(family, "mlp", target=target, layers=[1, 2]).eval()
     found = logits(model, "chosen")
-    assert chosen.layers == [layer for layer in decoder_layers(model) if "routing" in layer._modules]
+    assert chosen.layers == [
+        layer for layer in decoder_layers(model) if "routing" in layer._modules
+    ]
     assert torch.equal(found, logits(model, "masked"))
     assert len(chosen.layers) == len(routings_of(model))
 
@@ -83,9 +87,16 @@ def test_call_that_a_row_does_not_support_runs_as_auto_says(chosen: Chosen) -> N
 def test_tuning_times_the_rows_that_support_the_prompts(chosen: Chosen) -> None:
     model = build_routed("llama", "mlp").eval()
     choices = tune_execution(model, tokens(2, 4), steps=1, repeats=1)
-    assert {name for choice in choices for name in choice.milliseconds} == {"full", "gathered", "masked", "chosen"}
+    assert {name for choice in choices for name in choice.milliseconds} == {
+        "full",
+        "gathered",
+        "masked",
+        "chosen",
+    }
     chosen.layers.clear()
-    tuned = tune_execution(model, tokens(2, 4), steps=0, repeats=1, executors=["chosen"], keep_decisions=True)
+    tuned = tune_execution(
+        model, tokens(2, 4), steps=0, repeats=1, executors=["chosen"], keep_decisions=True
+    )
     assert {choice.executor for choice in tuned} == {"chosen"}
     chosen.layers.clear()
     logits(model, "auto", tokens(2, 4))
@@ -106,7 +117,9 @@ def test_narrow_ffns_run_more_rows_at_once() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
-def test_the_ffn_is_called_in_slices_of_its_width(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ffn_is_called_in_slices_of_its_width(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slices are as long as the FFN's own width says, hold the chosen rows and change nothing but rounding."""
     model = build_routed(family, "mlp")
     whole, widths, rows = logits(model, "gathered"), [], []
@@ -151,7 +164,9 @@ def test_row_of_another_package_may_make_decoding_steps_and_runs_them_without(
     stepped: list[Any] = []
 
     def prepare(layer: Any, plan: Any, batch: int) -> Any:
-        def step(layer: Any, h: torch.Tensor, kwargs: dict[str, Any], context: Any) -> torch.Tensor | None:
+        def step(
+            layer: Any, h: torch.Tensor, kwargs: dict[str, Any], context: Any
+        ) -> torch.Tensor | None:
             stepped.append(layer)
             return run_base(layer, h, kwargs, context)
 

@@ -49,7 +49,9 @@ class Logits(nn.Module):
         self.model = model
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logits: torch.Tensor = self.model(
+            input_ids=ids, attention_mask=mask, use_cache=False
+        ).logits
         return logits
 
 
@@ -67,7 +69,9 @@ def gap_of_real(module: Any, expected: Any, batch: int, length: int) -> float:
 @pytest.mark.nightly(unless=lambda family, fields: (family, fields) in BY_DAY)
 @pytest.mark.parametrize(("family", "fields"), CASES)
 @torch.no_grad()
-def test_an_exported_program_of_any_length_gives_the_logits(family: str, fields: dict[str, Any]) -> None:
+def test_an_exported_program_of_any_length_gives_the_logits(
+    family: str, fields: dict[str, Any]
+) -> None:
     model = Logits(build_routed(family, "", **{"layers": [1, 2]} | fields))
     shape = {0: Dim("batch", max=8), 1: Dim("length", min=4, max=32)}
     program = export(model, inputs(2, 9), dynamic_shapes=(shape, shape))

@@ -14,7 +14,14 @@ from protocol import assert_free, assert_pinned, gap
 from row_counts import assert_only_decided_rows_ran, counted_rows
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, replay_routes, set_budget
+from hf_depthroute import (
+    DepthRouteConfig,
+    calibrate,
+    get_depth_routed_model,
+    record_routes,
+    replay_routes,
+    set_budget,
+)
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.calibration import use_selection
 from hf_depthroute.routing.stack import routings_of
@@ -30,7 +37,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "random": {"gate": "random", "target": "block"},
     "MoD": {"gate": "mlp", "target": "block", "scale_by_gate": True, "branch": "none"},
     "MoD, attention": {"gate": "mlp", "target": "attention", "scale_by_gate": True},
-    "MoD, predictor": {"gate": "mlp", "target": "ffn", "scale_by_gate": True, "causal_rule": "predictor"},
+    "MoD, predictor": {
+        "gate": "mlp",
+        "target": "ffn",
+        "scale_by_gate": True,
+        "causal_rule": "predictor",
+    },
     "controller": {"gate": "mlp", "selection": "controller"},
     "global budget": {"gate": "mlp", "budget_scope": "global"},
     "gumbel": {"gate": "mlp", "selection": "gumbel", "target": "attention"},
@@ -49,7 +61,9 @@ every_method = pytest.mark.parametrize("method", METHODS)
 def shared(method: str) -> PeftModel:
     """A routed model that no test of this file changes."""
     fields = METHODS[method]
-    model = build_routed("olmoe" if fields.get("target") == "experts" else "llama", "plain", **fields)
+    model = build_routed(
+        "olmoe" if fields.get("target") == "experts" else "llama", "plain", **fields
+    )
     if fields.get("causal_rule") == "predictor":
         center_predictors(model)
     return model
@@ -74,7 +88,8 @@ def test_half_of_the_tokens_run_and_only_those_are_computed(method: str) -> None
 
 @every_method
 @pytest.mark.parametrize(
-    "continuation", ["dynamic cache, token by token", "dynamic cache, chunks", "beam reorder", "crop"]
+    "continuation",
+    ["dynamic cache, token by token", "dynamic cache, chunks", "beam reorder", "crop"],
 )
 def test_cached_continuation_equals_prefill(method: str, continuation: str) -> None:
     model, ids = shared(method), tokens(3, LENGTH)
@@ -117,7 +132,9 @@ def test_saved_and_loaded_adapter_gives_the_same_logits(method: str, saved_adapt
 @every_method
 def test_training_step_reaches_every_trainable_parameter(method: str) -> None:
     fields = METHODS[method]
-    model = build_routed("olmoe" if fields.get("target") == "experts" else "llama", "plain", **fields).train()
+    model = build_routed(
+        "olmoe" if fields.get("target") == "experts" else "llama", "plain", **fields
+    ).train()
     with record_routes(model) as trace:
         loss = model(input_ids=tokens(4, LENGTH), labels=tokens(4, LENGTH)).loss
     for record in trace.values():
@@ -127,21 +144,30 @@ def test_training_step_reaches_every_trainable_parameter(method: str) -> None:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     silent = {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
     assert not silent
-    assert not {name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None}
-    assert bool(trained) == (fields["gate"] not in ("exit", "random") or fields.get("branch") != "none")
+    assert not {
+        name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None
+    }
+    assert bool(trained) == (
+        fields["gate"] not in ("exit", "random") or fields.get("branch") != "none"
+    )
 
 
 BUDGETED = [
     name
     for name, fields in METHODS.items()
-    if fields["gate"] not in ("halting", "bottleneck") and not fields.get("scale_by_gate") and name != "Router-Tuning"
+    if fields["gate"] not in ("halting", "bottleneck")
+    and not fields.get("scale_by_gate")
+    and name != "Router-Tuning"
 ]
 
 
 @pytest.mark.parametrize("method", BUDGETED)
 def test_full_budget_is_the_base_where_updates_are_not_scaled(method: str) -> None:
     fields = METHODS[method]
-    base, ids = build_base("olmoe" if fields.get("target") == "experts" else "llama"), tokens(3, LENGTH)
+    base, ids = (
+        build_base("olmoe" if fields.get("target") == "experts" else "llama"),
+        tokens(3, LENGTH),
+    )
     with torch.no_grad():
         expected = base(ids).logits
     model = routed(base, "plain", **fields)
@@ -155,16 +181,22 @@ def test_linear_gate_starts_dense() -> None:
     with torch.no_grad():
         expected = base(ids).logits
     for target in ("ffn", "attention", "block"):
-        model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(gate="linear", target=target)).eval()
+        model = get_depth_routed_model(
+            build_base("llama"), DepthRouteConfig(gate="linear", target=target)
+        ).eval()
         assert torch.equal(run(model, input_ids=ids)[0], expected)
 
 
 def test_halting_gate_has_the_papers_size() -> None:
-    config = GPT2Config(vocab_size=65, n_embd=256, n_layer=6, n_head=8, n_inner=1024, n_positions=128)
+    config = GPT2Config(
+        vocab_size=65, n_embd=256, n_layer=6, n_head=8, n_inner=1024, n_positions=128
+    )
     with torch.device("meta"):
         base = GPT2LMHeadModel(config)
         assert sum(p.numel() for p in base.parameters()) == 4_788_480
-        model = get_depth_routed_model(base, DepthRouteConfig(gate="halting", target="block", branch="none"))
+        model = get_depth_routed_model(
+            base, DepthRouteConfig(gate="halting", target="block", branch="none")
+        )
     assert model.get_nb_trainable_parameters()[0] == 82_565
     assert [routing.layer_index for routing in routings_of(model)] == [1, 2, 3, 4, 5]
 
@@ -172,7 +204,9 @@ def test_halting_gate_has_the_papers_size() -> None:
 def test_halting_is_soft_in_training_as_in_the_paper() -> None:
     """`a = h + (1 - p) attention(LN1(h))`, `out = a + (1 - p) FFN(LN2(a))`, by hand on one layer."""
     base, ids = build_base("llama"), tokens(2, 6)
-    model = build_routed("llama", "plain", gate="halting", target="block", branch="none", layers=[3])
+    model = build_routed(
+        "llama", "plain", gate="halting", target="block", branch="none", layers=[3]
+    )
     with torch.no_grad():
         model.train()
         found = model(ids).logits
@@ -245,7 +279,9 @@ def test_budgets_without_effect_are_refused(fields: dict[str, Any], word: str) -
 
 def test_experts_need_experts() -> None:
     with pytest.raises(ConfigError, match="layer 2 has no experts"):
-        get_depth_routed_model(build_base("llama"), DepthRouteConfig(target="experts", gate="linear", layers=[2]))
+        get_depth_routed_model(
+            build_base("llama"), DepthRouteConfig(target="experts", gate="linear", layers=[2])
+        )
     with pytest.raises(ConfigError, match="layer 1 has experts 0 to 3, not 4"):
         get_depth_routed_model(
             build_base("olmoe"),
@@ -255,7 +291,9 @@ def test_experts_need_experts() -> None:
 
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-def test_dropped_pairs_are_not_computed_by_any_implementation(family: str, implementation: str) -> None:
+def test_dropped_pairs_are_not_computed_by_any_implementation(
+    family: str, implementation: str
+) -> None:
     base = build_base(family)
     base.set_experts_implementation(implementation)
     model = build_routed_on(base)
@@ -268,7 +306,9 @@ def test_dropped_pairs_are_not_computed_by_any_implementation(family: str, imple
 
 
 def build_routed_on(base: Any) -> PeftModel:
-    model = get_depth_routed_model(base, DepthRouteConfig(target="experts", gate="mlp", layers=[1, 2, 3])).eval()
+    model = get_depth_routed_model(
+        base, DepthRouteConfig(target="experts", gate="mlp", layers=[1, 2, 3])
+    ).eval()
     make_consequential(model)
     return model
 
@@ -279,7 +319,9 @@ def test_static_expert_drop_equals_zeroed_experts() -> None:
         reference.model.layers[1].mlp.experts.down_proj.data[expert].zero_()
     with torch.no_grad():
         expected = reference(ids).logits
-    config = DepthRouteConfig(target="experts", gate="none", layers=[1], dropped_experts=[[0, 2]], branch="none")
+    config = DepthRouteConfig(
+        target="experts", gate="none", layers=[1], dropped_experts=[[0, 2]], branch="none"
+    )
     model = get_depth_routed_model(build_base("olmoe"), config).eval()
     with counted_rows(model) as counts:
         assert gap(run(model, input_ids=ids)[0], expected) < 1e-5

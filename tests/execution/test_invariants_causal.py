@@ -30,13 +30,18 @@ from protocol import (
 from hf_depthroute.routing.trace import RouteTrace, record_routes
 
 every_model = pytest.mark.parametrize(
-    ("family", "kind", "attention"), [(f, k, a) for f, k in [*MODELS, *MEMORIES] for a in ATTENTIONS]
+    ("family", "kind", "attention"),
+    [(f, k, a) for f, k in [*MODELS, *MEMORIES] for a in ATTENTIONS],
 )
 
 
 @functools.cache
 def shared(
-    family: str, kind: str, attention: str, dtype: torch.dtype = torch.float32, gate_input: str = "normed"
+    family: str,
+    kind: str,
+    attention: str,
+    dtype: torch.dtype = torch.float32,
+    gate_input: str = "normed",
 ) -> PeftModel:
     """A routed model that no test of this file changes."""
     return routed(build_base(family, attention, dtype), kind, gate_input=gate_input)
@@ -61,7 +66,9 @@ def gap_of_base(family: str, attention: str, name: str) -> float:
         for attention in (ATTENTIONS if name in BOTH_ATTENTIONS else ATTENTIONS[:1])
     ],
 )
-def test_cached_continuation_equals_prefill(family: str, kind: str, attention: str, continuation: str) -> None:
+def test_cached_continuation_equals_prefill(
+    family: str, kind: str, attention: str, continuation: str
+) -> None:
     own_gap = gap_of_base(family, attention, continuation)
     assert_continuation_equals_prefill(shared(family, kind, attention), continuation, own_gap)
 
@@ -69,8 +76,13 @@ def test_cached_continuation_equals_prefill(family: str, kind: str, attention: s
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("gate", GATES)
 def test_decode_equals_prefill_with_a_gate_on_the_residual_stream(family: str, gate: str) -> None:
-    model, continuation = shared(family, gate, "sdpa", gate_input="residual"), "dynamic cache, token by token"
-    assert_continuation_equals_prefill(model, continuation, gap_of_base(family, "sdpa", continuation))
+    model, continuation = (
+        shared(family, gate, "sdpa", gate_input="residual"),
+        "dynamic cache, token by token",
+    )
+    assert_continuation_equals_prefill(
+        model, continuation, gap_of_base(family, "sdpa", continuation)
+    )
 
 
 def assert_continuation_equals_prefill(model: PeftModel, continuation: str, own_gap: float) -> None:
@@ -97,7 +109,9 @@ def test_bfloat16_decode_flips_only_close_decisions(family: str, kind: str) -> N
 
 
 @every_model
-def test_later_tokens_change_no_earlier_decision_and_no_earlier_logit(family: str, kind: str, attention: str) -> None:
+def test_later_tokens_change_no_earlier_decision_and_no_earlier_logit(
+    family: str, kind: str, attention: str
+) -> None:
     model, ids = shared(family, kind, attention), tokens(3, LENGTH)
     split = 7
     changed = torch.cat([ids[:, :split], tokens(3, LENGTH - split, seed=5)], dim=1)
@@ -126,7 +140,11 @@ def test_padding_changes_no_decision_and_no_logit(
     )
     first = amount if side == "left" else 0
     columns = torch.arange(first, first + LENGTH).expand(3, -1)
-    inputs = {"input_ids": padded, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    inputs = {
+        "input_ids": padded,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+    }
 
     def real(values: torch.Tensor) -> torch.Tensor:
         return values[:, first : first + LENGTH]
@@ -155,7 +173,9 @@ def test_row_order_changes_no_decision_and_no_logit(family: str, kind: str, atte
 
 
 @every_model
-def test_batch_composition_changes_no_decision_and_no_logit(family: str, kind: str, attention: str) -> None:
+def test_batch_composition_changes_no_decision_and_no_logit(
+    family: str, kind: str, attention: str
+) -> None:
     model, ids = shared(family, kind, attention), tokens(3, LENGTH)
     logits, trace = run(model, input_ids=ids)
     for row in range(3):
@@ -168,7 +188,9 @@ def test_batch_composition_changes_no_decision_and_no_logit(family: str, kind: s
 
 
 @every_model
-def test_packed_documents_get_the_decisions_of_separate_ones(family: str, kind: str, attention: str) -> None:
+def test_packed_documents_get_the_decisions_of_separate_ones(
+    family: str, kind: str, attention: str
+) -> None:
     model = shared(family, kind, attention)
     documents = [tokens(1, 5, seed=1), tokens(1, 7, seed=2)]
     packed = torch.cat(documents, dim=1)
@@ -178,7 +200,10 @@ def test_packed_documents_get_the_decisions_of_separate_ones(family: str, kind: 
     trace = RouteTrace.cat([one[1] for one in separate])
     inputs = {"input_ids": packed, "position_ids": positions, "use_cache": False}
     with torch.no_grad(), model.disable_adapter():
-        own_gap = gap(model(**inputs).logits, torch.cat([model(document).logits for document in documents], dim=1))
+        own_gap = gap(
+            model(**inputs).logits,
+            torch.cat([model(document).logits for document in documents], dim=1),
+        )
     assert own_gap < 1e-4  # the base model itself keeps packed documents apart
     pinned_logits, _ = run(model, trace, **inputs)
     assert_pinned(gap(pinned_logits, logits), own_gap)

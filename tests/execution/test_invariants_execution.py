@@ -9,7 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import COVERING, DEVICE, GATES, MODELS, WIDTH, build_base, build_routed, decoder_layers, routed, tokens
+from models import (
+    COVERING,
+    DEVICE,
+    GATES,
+    MODELS,
+    WIDTH,
+    build_base,
+    build_routed,
+    decoder_layers,
+    routed,
+    tokens,
+)
 from peft import PeftModel
 from protocol import gap
 from row_counts import assert_only_decided_rows_ran, counted_rows
@@ -54,7 +65,11 @@ GENERATIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 10},
     "beam": {"do_sample": False, "num_beams": 2},
-    "greedy, static cache": {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+    "greedy, static cache": {
+        "do_sample": False,
+        "cache_implementation": "static",
+        "disable_compile": True,
+    },
     "beam, static cache": {
         "do_sample": False,
         "num_beams": 2,
@@ -67,14 +82,20 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 @some_models
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "left-padded"])
-def test_generate_computes_the_chosen_rows_only(family: str, kind: str, generation: str, padded: bool) -> None:
+def test_generate_computes_the_chosen_rows_only(
+    family: str, kind: str, generation: str, padded: bool
+) -> None:
     model, ids = shared(family, kind), tokens(2, 6)
     mask = torch.ones_like(ids)
     if padded:
         ids[0, :3], mask[0, :3] = 0, 0
     with torch.no_grad(), counted_rows(model) as counts:
         out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, **GENERATIONS[generation]
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=5,
+            min_new_tokens=5,
+            **GENERATIONS[generation],
         )
     assert out.shape == (2, 11)
     assert_only_decided_rows_ran(counts)
@@ -87,14 +108,23 @@ def test_left_padding_changes_no_generated_token(family: str, kind: str) -> None
     mask = (padded != 0).long()
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     alone = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-    assert torch.equal(model.generate(input_ids=padded, attention_mask=mask, **options)[:, 3:], alone)
+    assert torch.equal(
+        model.generate(input_ids=padded, attention_mask=mask, **options)[:, 3:], alone
+    )
 
 
 @some_models
 def test_static_cache_generates_what_the_dynamic_cache_does(family: str, kind: str) -> None:
     model, ids = shared(family, kind), tokens(2, 6)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    static = model.generate(input_ids=ids, cache_implementation="static", disable_compile=True, **options)
+    options = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 6,
+        "min_new_tokens": 6,
+        "do_sample": False,
+    }
+    static = model.generate(
+        input_ids=ids, cache_implementation="static", disable_compile=True, **options
+    )
     assert torch.equal(static, model.generate(input_ids=ids, **options))
 
 
@@ -106,12 +136,20 @@ def test_gathered_forward_and_gradients_equal_masked(family: str, kind: str) -> 
         gathered = model(ids).logits
     # A gate without an input gradient: what is left is the gradient of the paths.
     for routing in routings_of(model):
-        routing.depth_route_gate["default"].register_forward_pre_hook(lambda _, inputs: (inputs[0].detach(),))
-    weights = {name: p for name, p in model.named_parameters() if p.requires_grad and "_branch." in name}
-    direction = torch.randn(gathered.shape, generator=torch.Generator().manual_seed(3)) / gathered.numel()
+        routing.depth_route_gate["default"].register_forward_pre_hook(
+            lambda _, inputs: (inputs[0].detach(),)
+        )
+    weights = {
+        name: p for name, p in model.named_parameters() if p.requires_grad and "_branch." in name
+    }
+    direction = (
+        torch.randn(gathered.shape, generator=torch.Generator().manual_seed(3)) / gathered.numel()
+    )
 
     def gradients(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        return dict(zip(weights, torch.autograd.grad((logits * direction).sum(), list(weights.values()))))
+        return dict(
+            zip(weights, torch.autograd.grad((logits * direction).sum(), list(weights.values())))
+        )
 
     with replay_routes(model, trace):
         expected = gradients(model(ids).logits)
@@ -135,28 +173,43 @@ def test_gathered_update_equals_masked_update(
 ) -> None:
     torch.manual_seed(seed)
     mask = torch.tensor(rows)
-    full, cheap = (nn.Linear(8, 8, device=DEVICE) if there else None for there in (True, with_branch))
+    full, cheap = (
+        nn.Linear(8, 8, device=DEVICE) if there else None for there in (True, with_branch)
+    )
     assert full is not None
     a = torch.randn(*mask.shape, 8, requires_grad=True)
     weight = torch.rand(mask.shape) if weighted else None
     inputs = [a, *full.parameters(), *(cheap.parameters() if cheap else ())]
     gathered = gathered_update(a, a, mask, full, cheap, slice_rows, weight)
     update = full(a) if weight is None else full(a) * weight[..., None]
-    masked = masked_update(a, a + update, a + cheap(a) if cheap else a, mask, torch.rand(mask.shape))
+    masked = masked_update(
+        a, a + update, a + cheap(a) if cheap else a, mask, torch.rand(mask.shape)
+    )
     assert gap(gathered, masked) < 1e-6
     direction = torch.randn(*mask.shape, 8)
     for one, other in zip(
-        torch.autograd.grad((gathered * direction).sum(), inputs, allow_unused=True, materialize_grads=True),
-        torch.autograd.grad((masked * direction).sum(), inputs, allow_unused=True, materialize_grads=True),
+        torch.autograd.grad(
+            (gathered * direction).sum(), inputs, allow_unused=True, materialize_grads=True
+        ),
+        torch.autograd.grad(
+            (masked * direction).sum(), inputs, allow_unused=True, materialize_grads=True
+        ),
     ):
         assert gap(one, other) < 1e-5
     with torch.no_grad():  # the stream may be overwritten
-        assert gap(gathered_update(a.clone(), a.clone(), mask, full, cheap, slice_rows, weight), masked) < 1e-6
+        assert (
+            gap(
+                gathered_update(a.clone(), a.clone(), mask, full, cheap, slice_rows, weight), masked
+            )
+            < 1e-6
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @some_models
-def test_low_precision_is_finite_with_float32_scores(family: str, kind: str, dtype: torch.dtype) -> None:
+def test_low_precision_is_finite_with_float32_scores(
+    family: str, kind: str, dtype: torch.dtype
+) -> None:
     model = routed(build_base(family, dtype=dtype), kind)
     for training in (False, True):
         model.train(training)
@@ -182,7 +235,9 @@ def test_norms_get_what_gpus_have_one_kernel_for(
     for name in ("layer_norm", "rms_norm"):
         plain = getattr(nn.functional, name)
 
-        def spied(x: Any, shape: Any, weight: Any = None, *rest: Any, plain: Any = plain, **named: Any) -> torch.Tensor:
+        def spied(
+            x: Any, shape: Any, weight: Any = None, *rest: Any, plain: Any = plain, **named: Any
+        ) -> torch.Tensor:
             seen.append((x.dtype, weight.dtype))
             return plain(x, shape, weight, *rest, **named)
 
@@ -204,7 +259,9 @@ def test_autocast_is_finite_with_float32_scores(family: str, kind: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @some_models
-def test_bad_row_stays_in_its_own_sequence_and_is_never_selected(family: str, kind: str, value: float) -> None:
+def test_bad_row_stays_in_its_own_sequence_and_is_never_selected(
+    family: str, kind: str, value: float
+) -> None:
     model, ids = shared(family, kind), tokens(3, 8)
 
     @torch.no_grad()

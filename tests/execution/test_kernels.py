@@ -24,7 +24,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}  # relative to the larges
 
 
 @pytest.fixture(params=["plain", "triton"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ModuleType]:
     """The module under test: `plain`, or `launch` with the Triton kernels."""
     if request.param == "plain":
         yield plain
@@ -63,20 +65,30 @@ def weights(dtype: torch.dtype) -> list[torch.Tensor]:
     return [0.3 * drawn(*shape, dtype=dtype, seed=number) for number, shape in enumerate(shapes)]
 
 
-def masked_swiglu(stream: Any, x: Any, mask: Any, scale: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
-    update = (torch.nn.functional.silu(x.float() @ gate.float().T) * (x.float() @ up.float().T)) @ down.float().T
+def masked_swiglu(
+    stream: Any, x: Any, mask: Any, scale: Any, gate: Any, up: Any, down: Any
+) -> torch.Tensor:
+    update = (
+        torch.nn.functional.silu(x.float() @ gate.float().T) * (x.float() @ up.float().T)
+    ) @ down.float().T
     factor = 1.0 if scale is None else scale.float()[:, None]
     return torch.where(mask[:, None], stream.float() + factor * update, stream.float())
 
 
-def masked_attention(q: Any, keys: Any, values: Any, mask: Any, allowed: Any, past: int, scaling: float) -> Any:
+def masked_attention(
+    q: Any, keys: Any, values: Any, mask: Any, allowed: Any, past: int, scaling: float
+) -> Any:
     share = q.shape[2] // keys.shape[1]
     keys, values = (part.float().repeat_interleave(share, 1) for part in (keys, values))
     if allowed is None:
         time = torch.arange(q.shape[1], device=q.device)[:, None] + past
         allowed = (torch.arange(keys.shape[2], device=q.device) <= time)[None, None]
     scores = torch.einsum("bthk,bhsk->bhts", q.float(), keys) * scaling
-    scores = scores.masked_fill(~allowed, -torch.inf) if allowed.dtype == torch.bool else scores + allowed.float()
+    scores = (
+        scores.masked_fill(~allowed, -torch.inf)
+        if allowed.dtype == torch.bool
+        else scores + allowed.float()
+    )
     out = torch.einsum("bhts,bhsk->bthk", scores.softmax(-1), values)
     return torch.where(mask[..., None, None], out, 0.0)
 
@@ -92,7 +104,11 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
 def test_linear_and_swiglu_equal_the_masked_reference(
     kernels: ModuleType, rows: int, share: float, dtype: torch.dtype
 ) -> None:
-    x, stream, mask = drawn(rows, WIDTH, dtype=dtype), drawn(rows, WIDTH, dtype=dtype, seed=9), chosen(rows, share)
+    x, stream, mask = (
+        drawn(rows, WIDTH, dtype=dtype),
+        drawn(rows, WIDTH, dtype=dtype, seed=9),
+        chosen(rows, share),
+    )
     maps, bias, scale = weights(dtype), drawn(INNER, dtype=dtype), drawn(rows).abs()
     expected = torch.where(mask[:, None], x.float() @ maps[0].float().T + bias.float(), 0.0)
     assert_close(kernels.linear(x, mask, maps[0], bias), expected, dtype)
@@ -121,7 +137,9 @@ SHAPES = [(2, 1, 4, 2, 8, 16), (2, 3, 4, 2, 24, 30), (1, 1, 2, 1, 16, 600), (2, 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["none", "causal", "window", "gaps", "float"])
-def test_attention_equals_the_masked_reference(kernels: ModuleType, shape: tuple[int, ...], kind: str) -> None:
+def test_attention_equals_the_masked_reference(
+    kernels: ModuleType, shape: tuple[int, ...], kind: str
+) -> None:
     batch, length, heads, groups, head, keys_seen = shape
     past = keys_seen - length
     q, keys = drawn(batch, length, heads, head), drawn(batch, groups, keys_seen, head, seed=1)
@@ -136,16 +154,24 @@ def test_attention_equals_the_masked_reference(kernels: ModuleType, shape: tuple
     elif kind == "gaps":
         allowed = allowed & (drawn(batch, 1, length, keys_seen, seed=3) > -0.5) | (key == 0)
     elif kind == "float":
-        allowed = torch.where(allowed, drawn(batch, 1, length, keys_seen, seed=3), torch.finfo(torch.float32).min)
+        allowed = torch.where(
+            allowed, drawn(batch, 1, length, keys_seen, seed=3), torch.finfo(torch.float32).min
+        )
     for share in (0.0, 0.5, 1.0):
         mask = chosen(batch * length, share).view(batch, length)
         expected = masked_attention(q, keys, values, mask, allowed, past, head**-0.5)
         poisoned = q.masked_fill(~mask[..., None, None], torch.nan)
-        assert gap(kernels.attend(poisoned, keys, values, mask, allowed, past, head**-0.5), expected) < 1e-5
+        assert (
+            gap(kernels.attend(poisoned, keys, values, mask, allowed, past, head**-0.5), expected)
+            < 1e-5
+        )
 
 
 def test_attention_in_half_precision(kernels: ModuleType) -> None:
-    q, keys, values = (drawn(*shape, dtype=torch.float16) for shape in ((2, 40, 4, 16), (2, 2, 40, 16), (2, 2, 40, 16)))
+    q, keys, values = (
+        drawn(*shape, dtype=torch.float16)
+        for shape in ((2, 40, 4, 16), (2, 2, 40, 16), (2, 2, 40, 16))
+    )
     mask = chosen(80, 0.5).view(2, 40)
     expected = masked_attention(q, keys, values, mask, None, 0, 0.25)
     assert gap(kernels.attend(q, keys, values, mask, None, 0, 0.25), expected) < 5e-3
@@ -176,7 +202,9 @@ def test_operator_is_registered_as_a_compiler_needs_it(op: Any) -> None:
 @pytest.mark.parametrize("op", [linear_rows, swiglu_rows, attend_rows], ids=lambda op: op._name)
 def test_gradients_equal_those_of_the_masked_reference(op: Any) -> None:
     references = {
-        linear_rows: lambda x, mask, weight, bias: torch.where(mask[:, None], x @ weight.T + bias, 0.0),
+        linear_rows: lambda x, mask, weight, bias: torch.where(
+            mask[:, None], x @ weight.T + bias, 0.0
+        ),
         swiglu_rows: masked_swiglu,
         attend_rows: masked_attention,
     }

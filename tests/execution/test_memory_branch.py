@@ -19,7 +19,16 @@ from peft import PeftModel
 from protocol import assert_free, assert_pinned, gap, narrow, spread
 from safetensors.torch import load_file, save_file
 from study.utility import utility_labels
-from training import adapter_state, assert_same_tensors, backward, gradients, make_trainer, rows, stacked, step_logs
+from training import (
+    adapter_state,
+    assert_same_tensors,
+    backward,
+    gradients,
+    make_trainer,
+    rows,
+    stacked,
+    step_logs,
+)
 from transformers import DynamicCache, StaticCache
 
 from hf_depthroute import (
@@ -71,7 +80,9 @@ def nobody(model: PeftModel, ids: torch.Tensor) -> RouteTrace:
     """What makes `replay_routes` skip every token."""
     with torch.no_grad(), record_routes(model) as trace:
         model(ids)
-    return RouteTrace({index: replace(r, mask=torch.zeros_like(r.mask)) for index, r in trace.items()})
+    return RouteTrace(
+        {index: replace(r, mask=torch.zeros_like(r.mask)) for index, r in trace.items()}
+    )
 
 
 # --- hashes -------------------------------------------------------------------------------------------------------
@@ -95,7 +106,9 @@ def test_a_hash_reads_its_own_order_alone_and_the_shortest_is_one(order: int) ->
     ngrams = torch.arange(5, 5 + order)
     slots = memory.slots(ngrams).view(order, 4)
     share = (1 << 14) // (4 * order)
-    assert bool((slots.flatten().div(share, rounding_mode="floor") == torch.arange(4 * order)).all())
+    assert bool(
+        (slots.flatten().div(share, rounding_mode="floor") == torch.arange(4 * order)).all()
+    )
     for place in range(order):
         other = ngrams.clone()
         other[place] = 60
@@ -133,20 +146,37 @@ def test_a_skipped_token_gets_what_the_formula_says(target: str, order: int) -> 
         ]
         if target != "block":  # what stands in front of the FFN, or behind the attention
             norm = layer.post_attention_layernorm
-            hooks.append(norm.register_forward_pre_hook(lambda m, args, s=seen: s.update(a=args[0].clone())))
+            hooks.append(
+                norm.register_forward_pre_hook(lambda m, args, s=seen: s.update(a=args[0].clone()))
+            )
             attention = layer.self_attn
-            hooks.append(attention.register_forward_hook(lambda m, a, out, s=seen: s.update(attended=out[0])))
-        with torch.no_grad(), replay_routes(model, trace), state_of(model).override(executor=executor):
+            hooks.append(
+                attention.register_forward_hook(lambda m, a, out, s=seen: s.update(attended=out[0]))
+            )
+        with (
+            torch.no_grad(),
+            replay_routes(model, trace),
+            state_of(model).override(executor=executor),
+        ):
             model(ids)
         for hook in hooks:
             hook.remove()
-        branch, memory = routing.depth_route_branch["default"], routing.depth_route_memory["default"]
+        branch, memory = (
+            routing.depth_route_branch["default"],
+            routing.depth_route_memory["default"],
+        )
         with torch.no_grad():
             stream = seen["h"] + seen["attended"] if target == "ffn" else seen["h"]
             variance = stream.square().mean(-1, keepdim=True)
-            x = stream * (variance + layer.input_layernorm.variance_epsilon).rsqrt() * branch.norm.weight
+            x = (
+                stream
+                * (variance + layer.input_layernorm.variance_epsilon).rsqrt()
+                * branch.norm.weight
+            )
             low_rank = F.silu(x @ branch.up.weight.T) @ branch.down.weight.T
-            grams = torch.tensor([naive_suffixes(row, order, [True] * 6, [False] * 6) for row in ids.tolist()])
+            grams = torch.tensor(
+                [naive_suffixes(row, order, [True] * 6, [False] * 6) for row in ids.tolist()]
+            )
             recalled = memory.table[memory.slots(grams)].flatten(-2) @ memory.value.weight.T
             after = stream + low_rank + recalled
             if target == "attention":
@@ -204,7 +234,9 @@ def test_a_full_budget_is_the_base_bit_for_bit(family: str, target: str) -> None
 def test_a_fresh_memory_adds_nothing() -> None:
     ids = tokens(3, 12)
     one, two = (
-        get_depth_routed_model(build_base("llama"), DepthRouteConfig(gate="none", layers=[1, 2], **fields)).eval()
+        get_depth_routed_model(
+            build_base("llama"), DepthRouteConfig(gate="none", layers=[1, 2], **fields)
+        ).eval()
         for fields in ({}, SMALL)
     )
     with torch.no_grad():
@@ -225,7 +257,8 @@ def test_low_precision_is_finite(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", CONTINUATIONS)
 @pytest.mark.parametrize(
-    ("family", "target"), [("llama", "ffn"), ("llama", "attention"), ("llama", "block"), ("gpt2", "ffn")]
+    ("family", "target"),
+    [("llama", "ffn"), ("llama", "attention"), ("llama", "block"), ("gpt2", "ffn")],
 )
 def test_a_cached_continuation_is_the_prefill(family: str, target: str, name: str) -> None:
     model, ids = branch_model(family, target=target), tokens(3, LENGTH)
@@ -236,7 +269,9 @@ def test_a_cached_continuation_is_the_prefill(family: str, target: str, name: st
 
 
 @pytest.mark.parametrize("order", [1, 5])
-@pytest.mark.parametrize("name", ["dynamic cache, token by token", "static cache, token by token", "crop"])
+@pytest.mark.parametrize(
+    "name", ["dynamic cache, token by token", "static cache, token by token", "crop"]
+)
 def test_the_shortest_and_the_longest_order_continue_too(order: int, name: str) -> None:
     model, ids = branch_model(ngram_order=order, memory_slots=1 << 14), tokens(3, LENGTH)
     whole, trace = run(model, input_ids=ids, use_cache=False)
@@ -291,7 +326,9 @@ def test_compiled_passes_are_eager_ones_without_a_break() -> None:
 @pytest.mark.parametrize("options", GENERATIONS.values(), ids=GENERATIONS)
 @pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "left-padded"])
 @pytest.mark.parametrize("target", ["ffn", "block"])
-def test_generation_with_a_cache_is_generation_without(target: str, padded: bool, options: dict[str, Any]) -> None:
+def test_generation_with_a_cache_is_generation_without(
+    target: str, padded: bool, options: dict[str, Any]
+) -> None:
     model, ids = branch_model(layers=[0, 2], target=target), tokens(2, 6)
     mask = torch.ones_like(ids)
     if padded:
@@ -346,7 +383,9 @@ def test_a_cache_that_ran_without_the_memory_is_refused() -> None:
                 model(ids[:, :first], past_key_values=cache)
             with model.disable_adapter():
                 model(ids[:, first:], past_key_values=cache)
-            with pytest.raises(ValueError, match=r"filled without the adapter's memory.*start a new cache"):
+            with pytest.raises(
+                ValueError, match=r"filled without the adapter's memory.*start a new cache"
+            ):
                 model(ids[:, :1], past_key_values=cache)
 
 
@@ -367,7 +406,9 @@ def test_static_dropping_sends_every_token_through_the_cheap_path(target: str, p
     model, ids = branch_model(gate="none", target=target, phases=phases), tokens(3, LENGTH)
     whole, trace = run(model, input_ids=ids, use_cache=False)
     for record in trace.values():
-        assert not record.mask[:, :-1].any() and bool(record.mask[:, -1].all()) is (phases == "prefill")
+        assert not record.mask[:, :-1].any() and bool(record.mask[:, -1].all()) is (
+            phases == "prefill"
+        )
     if phases == "prefill":
         return
     with state_of(model).override(executor="masked"), torch.no_grad():
@@ -375,7 +416,10 @@ def test_static_dropping_sends_every_token_through_the_cheap_path(target: str, p
     for name in CONTINUATIONS:
         assert gap(continued_run(model, ids, name)[0], whole) < 1e-5, name
     with torch.no_grad():
-        caches = [model(ids, use_cache=True).past_key_values, model.get_base_model()(ids).past_key_values]
+        caches = [
+            model(ids, use_cache=True).past_key_values,
+            model.get_base_model()(ids).past_key_values,
+        ]
         with model.disable_adapter():
             dense = model(ids, use_cache=True).past_key_values
     share = 1 if target == "ffn" else 0.25
@@ -387,7 +431,9 @@ def test_a_prompt_is_routed_and_what_is_generated_is_not() -> None:
     model, ids = branch_model(phases="prefill"), tokens(2, 6)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     found = model.generate(input_ids=ids, **options)
-    static = model.generate(input_ids=ids, cache_implementation="static", disable_compile=True, **options)
+    static = model.generate(
+        input_ids=ids, cache_implementation="static", disable_compile=True, **options
+    )
     assert torch.equal(found, static)
     with torch.no_grad():  # by hand: a prompt by the router, and every step by the base's layers
         out = model(ids, use_cache=True)
@@ -419,7 +465,9 @@ def test_every_trainable_parameter_gets_a_gradient_and_the_base_gets_none(target
     backward(model, stacked(rows(4, padding=(0, 3))))
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad is (".routing." in name), name
-        assert (parameter.grad is not None and bool((parameter.grad != 0).any())) is parameter.requires_grad, name
+        assert (
+            parameter.grad is not None and bool((parameter.grad != 0).any())
+        ) is parameter.requires_grad, name
 
 
 @pytest.mark.parametrize("executor", ["gathered", "masked"])
@@ -462,8 +510,12 @@ def test_a_trainer_moves_the_table(tmp_path: Path, train_gates: bool) -> None:
     trainer, _ = make_trainer(model, rows(2) * 20, tmp_path, DepthRouteTrainer, **fields)
     trainer.train()
     assert step_logs(trainer)[-1]["loss_lm"] < 0.95 * step_logs(trainer)[0]["loss_lm"]
-    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert {name for name in before if "depth_route_memory" in name or "depth_route_branch" in name} <= moved
+    moved = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
+    assert {
+        name for name in before if "depth_route_memory" in name or "depth_route_branch" in name
+    } <= moved
     assert any("depth_route_gate" in name for name in moved) is train_gates
     assert not [name for name in moved if ".routing." not in name]
 
@@ -479,11 +531,17 @@ def test_labels_equal_passes_with_forced_decisions(family: str, batch: int, kind
 
     @torch.no_grad()
     def loss(index: int, runs: bool) -> torch.Tensor:
-        masks = {i: torch.ones_like(r.mask) if kind == "all_full" else r.mask for i, r in trace.items()}
+        masks = {
+            i: torch.ones_like(r.mask) if kind == "all_full" else r.mask for i, r in trace.items()
+        }
         masks[index] = torch.full_like(masks[index], runs)
-        with replay_routes(model, RouteTrace({i: replace(r, mask=masks[i]) for i, r in trace.items()})):
+        with replay_routes(
+            model, RouteTrace({i: replace(r, mask=masks[i]) for i, r in trace.items()})
+        ):
             out = model(ids, use_cache=False).logits
-        return F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(batch, -1)
+        return F.cross_entropy(
+            out[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+        ).view(batch, -1)
 
     last = utility_labels(model, {"input_ids": ids}, kind, window=1)[2].utility[:, :-1]
     expected = loss(2, False) - loss(2, True)
@@ -514,24 +572,50 @@ def adapter(tmp_path: Path) -> Path:
 
 
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
-    "more slots than the file has": ({"memory_slots": 16384}, "has shape .8192, 4., the config says .16384, 4."),
+    "more slots than the file has": (
+        {"memory_slots": 16384},
+        "has shape .8192, 4., the config says .16384, 4.",
+    ),
     "another order": ({"ngram_order": 2}, "has shape"),
     "no order": ({"ngram_order": 0}, "ngram_order=0 must be an integer from 1 to 5"),
     "an order as text": ({"ngram_order": "3"}, "ngram_order='3' must be an integer from 1 to 5"),
     "too many orders": ({"ngram_order": 6}, "ngram_order=6 must be an integer from 1 to 5"),
-    "slots beyond any table": ({"memory_slots": 1 << 27}, "memory_slots=134217728 must be an integer from 512 to"),
-    "slots beyond all memory": ({"memory_slots": 1 << 26, "memory_width": 32}, "config says .67108864, 32."),
-    "too few slots for the hashes": ({"memory_slots": 6143}, "memory_slots=6143 must be at least 6144, 512 for each"),
-    "a branch alone": ({"branch": "lowrank"}, "memory_slots=8192 goes with target='memory' or branch='memory'"),
-    "a list of branches": ({"branch": ["memory"]}, "branch=.*memory.* is not supported; use one of"),
+    "slots beyond any table": (
+        {"memory_slots": 1 << 27},
+        "memory_slots=134217728 must be an integer from 512 to",
+    ),
+    "slots beyond all memory": (
+        {"memory_slots": 1 << 26, "memory_width": 32},
+        "config says .67108864, 32.",
+    ),
+    "too few slots for the hashes": (
+        {"memory_slots": 6143},
+        "memory_slots=6143 must be at least 6144, 512 for each",
+    ),
+    "a branch alone": (
+        {"branch": "lowrank"},
+        "memory_slots=8192 goes with target='memory' or branch='memory'",
+    ),
+    "a list of branches": (
+        {"branch": ["memory"]},
+        "branch=.*memory.* is not supported; use one of",
+    ),
     "target memory": ({"target": "memory"}, "with target='memory' it is always"),
-    "experts": ({"target": "experts"}, "branch='memory' looks up what ends at a token; it is not supported with"),
-    "sequences": ({"granularity": "sequence"}, "branch='memory' looks up what ends at a token; it is not supported"),
+    "experts": (
+        {"target": "experts"},
+        "branch='memory' looks up what ends at a token; it is not supported with",
+    ),
+    "sequences": (
+        {"granularity": "sequence"},
+        "branch='memory' looks up what ends at a token; it is not supported",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_configurations_are_refused_before_anything_is_allocated(adapter: Path, case: str) -> None:
+def test_hostile_configurations_are_refused_before_anything_is_allocated(
+    adapter: Path, case: str
+) -> None:
     fields, said = HOSTILE[case]
     change(adapter, **fields)
     base = build_base("llama")
@@ -561,7 +645,9 @@ def test_a_table_of_another_branch_is_refused(adapter: Path) -> None:
     """A low-rank adapter whose file holds tables too: they are not even read."""
     path = adapter / "adapter_config.json"
     kept = json.loads(path.read_text()) | {"branch": "lowrank", "weights_hash": None}
-    path.write_text(json.dumps({n: v for n, v in kept.items() if "memory" not in n and n != "ngram_order"}))
+    path.write_text(
+        json.dumps({n: v for n, v in kept.items() if "memory" not in n and n != "ngram_order"})
+    )
     with pytest.raises(AdapterMismatchError, match=r"table has shape \[8192, 4\], the config says"):
         PeftModel.from_pretrained(build_base("llama"), adapter)
 
@@ -572,7 +658,10 @@ def test_tables_that_are_too_large_are_refused_before_they_are_made() -> None:
             {"memory_width": 22},
             "memory_width=22: 12 hashes look up 264 numbers for a token; on this model at most 256$",
         ),
-        ({"memory_slots": 1 << 26, "memory_width": 8}, "memory_slots=67108864: 1,610,612,736 numbers in 3 layers; at"),
+        (
+            {"memory_slots": 1 << 26, "memory_width": 8},
+            "memory_slots=67108864: 1,610,612,736 numbers in 3 layers; at",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             get_depth_routed_model(build_base("llama"), config(layers=[1, 2, 3], **fields))
@@ -600,7 +689,13 @@ def test_doctor_summary_and_card_say_what_it_is(adapter: Path) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"target": "experts"}, {"target": "memory"}, {"granularity": "sequence"}, {"ngram_order": 0}, {"memory_heads": 0}],
+    [
+        {"target": "experts"},
+        {"target": "memory"},
+        {"granularity": "sequence"},
+        {"ngram_order": 0},
+        {"memory_heads": 0},
+    ],
     ids=str,
 )
 def test_options_that_make_no_sense_are_refused_in_one_line(fields: dict[str, Any]) -> None:
@@ -612,20 +707,33 @@ def test_options_that_make_no_sense_are_refused_in_one_line(fields: dict[str, An
 
 def test_what_cannot_work_says_so_in_one_line() -> None:
     model = branch_model()
-    with pytest.raises(ConfigError, match=r"^the adapter's memory looks .*inputs_embeds holds none; pass input_ids$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^the adapter's memory looks .*inputs_embeds holds none; pass input_ids$",
+    ):
         model(inputs_embeds=torch.zeros(1, 3, WIDTH))
-    with pytest.raises(ConfigError, match=r"^the adapter's memory does not know .* in continuous batching"):
+    with pytest.raises(
+        ConfigError, match=r"^the adapter's memory does not know .* in continuous batching"
+    ):
         token_ids_of(tokens(1, 4), {"cache": object()})
-    with pytest.raises(ConfigError, match=r"^branch='memory' is not served by vLLM: .*token ids.*") as refused:
+    with pytest.raises(
+        ConfigError, match=r"^branch='memory' is not served by vLLM: .*token ids.*"
+    ) as refused:
         check_adapter(config())
     assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match=r"^slot_use: target='ffn' has no table of slots, nor has branch='lowrank'$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^slot_use: target='ffn' has no table of slots, nor has branch='lowrank'$",
+    ):
         slot_use(build_routed("llama"), [{"input_ids": tokens(2, 8)}])
 
 
 def test_every_executor_that_runs_it_can_be_timed() -> None:
     model = branch_model(layers=[2])
-    assert set(_supported(model, [decoder_layers(model)[2]], tokens(2, 8), None)) == {"gathered", "masked"}
+    assert set(_supported(model, [decoder_layers(model)[2]], tokens(2, 8), None)) == {
+        "gathered",
+        "masked",
+    }
 
 
 def test_cost_counts_what_skipping_tokens_pay() -> None:
@@ -634,7 +742,9 @@ def test_cost_counts_what_skipping_tokens_pay() -> None:
         sizes: dict[str, Any] = {"batch_size": 2, "length": 5, "budget": budget}
         one, two = route_cost(plain, **sizes), route_cost(model, **sizes)
         product = 12 * 4 * WIDTH  # of W_V
-        assert two.flops_routed - one.flops_routed == pytest.approx(2 * 2 * 10 * (1 - budget) * product)
+        assert two.flops_routed - one.flops_routed == pytest.approx(
+            2 * 2 * 10 * (1 - budget) * product
+        )
         assert two.flops_ideal == one.flops_ideal and two.flops_dense == one.flops_dense
         ffn = 3 * WIDTH * 64
         assert two.ffn_ratio - one.ffn_ratio == pytest.approx((1 - budget) * product / ffn)
@@ -643,7 +753,9 @@ def test_cost_counts_what_skipping_tokens_pay() -> None:
 
 def test_a_memory_that_costs_more_than_it_replaces_is_said() -> None:
     remark = route_cost(branch_model(gate="linear", memory_width=21)).remark
-    assert remark is not None and "make branch_rank (now 4), memory_width (now 21) smaller" in remark
+    assert (
+        remark is not None and "make branch_rank (now 4), memory_width (now 21) smaller" in remark
+    )
 
 
 def test_calibration_and_the_choice_of_executors_take_it() -> None:

@@ -25,7 +25,9 @@ from hf_depthroute.routing.trace import RouteTrace
 TARGETS = ("ffn", "attention", "block")
 ROUTED = [1, 2, 3]
 LENGTH = 12
-every_target = pytest.mark.parametrize(("family", "target"), [(f, t) for f in FAMILY_NAMES for t in TARGETS])
+every_target = pytest.mark.parametrize(
+    ("family", "target"), [(f, t) for f in FAMILY_NAMES for t in TARGETS]
+)
 
 
 def mixed(family: str, target: str, attention: str = "sdpa", **fields: Any) -> PeftModel:
@@ -67,7 +69,9 @@ def stretched(trace: RouteTrace, length: int) -> RouteTrace:
 
 @every_target
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_continued_prompt_equals_a_run_with_the_prompts_decision(family: str, target: str, attention: str) -> None:
+def test_continued_prompt_equals_a_run_with_the_prompts_decision(
+    family: str, target: str, attention: str
+) -> None:
     model = mixed(family, target, attention)
     prompt = prompts(model)
     ids = torch.cat([prompt, tokens(8, LENGTH - 6, seed=50)], dim=1)
@@ -78,7 +82,9 @@ def test_continued_prompt_equals_a_run_with_the_prompts_decision(family: str, ta
         logits, cache, _ = extend(model, ids, cuts)
         assert gap(logits, expected) < 1e-5
         assert [cache.get_seq_length(i) for i in range(DEPTH)] == [LENGTH] * DEPTH
-    logits, cache, _ = extend(model, ids, [6, 9, 12], StaticCache(config=model.config, max_cache_len=16))
+    logits, cache, _ = extend(
+        model, ids, [6, 9, 12], StaticCache(config=model.config, max_cache_len=16)
+    )
     assert gap(logits, expected) < 1e-5
 
 
@@ -94,7 +100,9 @@ def test_gathered_equals_masked(family: str, target: str) -> None:
 
 
 @every_target
-def test_reordered_cropped_repeated_and_selected_caches_keep_the_decision(family: str, target: str) -> None:
+def test_reordered_cropped_repeated_and_selected_caches_keep_the_decision(
+    family: str, target: str
+) -> None:
     assert_changed_caches_keep_the_decision(mixed(family, target))
 
 
@@ -126,10 +134,18 @@ def test_the_prompts_weight_scales_what_follows(target: str) -> None:
     ids = torch.cat([prompt, tokens(8, LENGTH - 6, seed=52)], dim=1)
     expected, cache, first = extend(model, ids, [6, 12])
     assert gap(extend(model, ids, [6, *range(7, 13)])[0], expected) < 1e-5
-    assert gap(extend(model, ids, [6, 12], StaticCache(config=model.config, max_cache_len=16))[0], expected) < 1e-5
+    assert (
+        gap(
+            extend(model, ids, [6, 12], StaticCache(config=model.config, max_cache_len=16))[0],
+            expected,
+        )
+        < 1e-5
+    )
     with torch.no_grad(), record_routes(model) as step:
         model(tokens(8, 1), past_key_values=cache)
-    assert all(torch.equal(record.probs, first[index].probs[:, :1]) for index, record in step.items())
+    assert all(
+        torch.equal(record.probs, first[index].probs[:, :1]) for index, record in step.items()
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -178,7 +194,9 @@ def test_skipped_sequences_write_no_keys_and_run_no_row(family: str, target: str
         handle.remove()
     kept = {index: int(trace[index].mask[:, 0].sum()) for index in ROUTED}
     assert rows == kept
-    held = {i: 0 if cache.layers[i].keys is None else len(cache.layers[i].keys) for i in range(DEPTH)}
+    held = {
+        i: 0 if cache.layers[i].keys is None else len(cache.layers[i].keys) for i in range(DEPTH)
+    }
     assert held == {0: 8, **kept}
     assert all(isinstance(cache.layers[i], SkippingLayer) for i in ROUTED)
     assert [cache.get_seq_length(i) for i in range(DEPTH)] == [6] * DEPTH
@@ -187,11 +205,16 @@ def test_skipped_sequences_write_no_keys_and_run_no_row(family: str, target: str
     per_sequence = kv_cache_bytes(dense) / (8 * DEPTH)
     assert kv_cache_bytes(cache) == per_sequence * (8 + sum(kept.values()))
     ratio = {index: count / 8 for index, count in kept.items()}
-    assert route_cost(model, batch_size=8, length=6, full_ratio=ratio).kv_bytes == kv_cache_bytes(cache)
+    assert route_cost(model, batch_size=8, length=6, full_ratio=ratio).kv_bytes == kv_cache_bytes(
+        cache
+    )
 
 
 # Caches that hold the keys and values of every sequence, and the family whose layers are to be in one.
-EVERY_SEQUENCE: dict[str, tuple[str, list[int]]] = {"static": ("llama", [1, 2, 3]), "sliding": ("olmo3", [1])}
+EVERY_SEQUENCE: dict[str, tuple[str, list[int]]] = {
+    "static": ("llama", [1, 2, 3]),
+    "sliding": ("olmo3", [1]),
+}
 
 
 @pytest.mark.parametrize("target", ["attention", "block"])
@@ -225,7 +248,9 @@ def test_block_masks_of_flex_attention_are_those_of_their_sequences(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        transformers.integrations.flex_attention, "WrappedFlexAttention", lambda *_: lambda: flex_attention
+        transformers.integrations.flex_attention,
+        "WrappedFlexAttention",
+        lambda *_: lambda: flex_attention,
     )
     model = mixed("llama", target)
     ids, mask = prompts(model), torch.ones(8, 6, dtype=torch.long)
@@ -279,14 +304,18 @@ def test_greedy_generation_equals_a_masked_reference(family: str, target: str) -
         model(**inputs, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
     settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     fast = model.generate(**inputs, **settings)
-    static = model.generate(**inputs, **settings, cache_implementation="static", disable_compile=True)
+    static = model.generate(
+        **inputs, **settings, cache_implementation="static", disable_compile=True
+    )
     slow = ids
     model.train()  # both paths run
     for length in range(6, 11):
         all_mask = torch.cat([mask, torch.ones(8, length - 6, dtype=torch.long)], dim=1)
         positions = (all_mask.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad(), replay_routes(model, stretched(trace, length)):
-            logits = model(slow, attention_mask=all_mask, position_ids=positions, use_cache=False).logits[:, -1]
+            logits = model(
+                slow, attention_mask=all_mask, position_ids=positions, use_cache=False
+            ).logits[:, -1]
         logits[:, model.config.eos_token_id] = -torch.inf  # as min_new_tokens has it
         slow = torch.cat([slow, logits.argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(fast, slow)
@@ -295,7 +324,9 @@ def test_greedy_generation_equals_a_masked_reference(family: str, target: str) -
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("target", TARGETS)
-def test_another_budget_in_the_middle_of_a_generation_leaves_its_sequences_decided(target: str, recorded: bool) -> None:
+def test_another_budget_in_the_middle_of_a_generation_leaves_its_sequences_decided(
+    target: str, recorded: bool
+) -> None:
     """At a budget of 1 as well, where nothing else asks what was decided."""
     model = mixed("llama", target)
     ids = torch.cat([prompts(model), tokens(8, 3, 9)], dim=1)
@@ -304,7 +335,11 @@ def test_another_budget_in_the_middle_of_a_generation_leaves_its_sequences_decid
     for budget in (0.1, 0.9, 1.0):
         cache = DynamicCache(config=model.config)
         found = [extend(model, ids[:, :6], [6], cache)[0]]
-        with torch.no_grad(), use_budget(model, budget), record_routes(model) if recorded else nullcontext():
+        with (
+            torch.no_grad(),
+            use_budget(model, budget),
+            record_routes(model) if recorded else nullcontext(),
+        ):
             found += [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(6, 9)]
         torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-5, rtol=1e-5)
         assert cache.get_seq_length() == 9
@@ -336,7 +371,9 @@ def test_calibration_holds_the_share_of_sequences() -> None:
 
 
 def test_long_prompt_in_float16_and_bad_padding_are_decided_on_the_mean_of_real_tokens() -> None:
-    model = build_routed("llama", "mlp", target="ffn", granularity="sequence", gate_input="residual")
+    model = build_routed(
+        "llama", "mlp", target="ffn", granularity="sequence", gate_input="residual"
+    )
     layer, routing = decoder_layers(model)[1], decoder_layers(model)[1].routing
     plan = routing.plan(training=False)
     # Its sum is above the largest float16.
@@ -380,9 +417,17 @@ def test_static_drop_of_layers_equals_a_model_without_them(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["attention", "block"])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_pass_of_the_base_over_a_cache_that_kept_everything_is_counted(target: str, first: int) -> None:
+def test_a_pass_of_the_base_over_a_cache_that_kept_everything_is_counted(
+    target: str, first: int
+) -> None:
     """Positions, cropping and later turns go by the length, whoever wrote the keys."""
-    model = routed(build_base("llama"), "mlp", layers=list(range(first, DEPTH)), target=target, granularity="sequence")
+    model = routed(
+        build_base("llama"),
+        "mlp",
+        layers=list(range(first, DEPTH)),
+        target=target,
+        granularity="sequence",
+    )
     for routing in routings_of(model):
         routing.active_quantiles().values.fill_(-1e9)  # every sequence is kept, which is the base
     ids, cache = tokens(1, LENGTH), DynamicCache()
@@ -406,5 +451,7 @@ def test_a_decision_about_a_prompt_is_made_on_all_of_it(option: dict[str, int]) 
         model.generate(input_ids=ids, max_new_tokens=2, **option)
     with torch.no_grad():
         expected = model(ids).logits[:, -1].argmax(-1)
-    plain = model.generate(input_ids=ids, max_new_tokens=1, do_sample=False, **dict.fromkeys(option))
+    plain = model.generate(
+        input_ids=ids, max_new_tokens=1, do_sample=False, **dict.fromkeys(option)
+    )
     assert torch.equal(plain[:, 6], expected)

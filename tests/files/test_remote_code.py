@@ -37,7 +37,10 @@ class OwnTokenizer(PreTrainedTokenizerFast):
     pass
 """
 MODEL_CODE = {"auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
-TOKENIZER_CODE = {"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}, "tokenizer_class": "OwnTokenizer"}
+TOKENIZER_CODE = {
+    "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]},
+    "tokenizer_class": "OwnTokenizer",
+}
 
 
 def edit(path: Path, **fields: Any) -> None:
@@ -55,7 +58,9 @@ def bases(tmp_path: Path, marker: Path) -> dict[str, Path]:
     """Bases that ask for code of their own: for an architecture that transformers does not have, or a tokenizer."""
     plain = save_base(tmp_path / "plain")
     (plain / "own.py").write_text(OWN.format(marker=str(marker)))
-    known, unknown, tokenizer = (shutil.copytree(plain, tmp_path / n) for n in ("known", "unknown", "tokenizer"))
+    known, unknown, tokenizer = (
+        shutil.copytree(plain, tmp_path / n) for n in ("known", "unknown", "tokenizer")
+    )
     edit(known / "config.json", **MODEL_CODE)
     edit(unknown / "config.json", model_type="own_llama", **MODEL_CODE)
     edit(tokenizer / "tokenizer_config.json", **TOKENIZER_CODE)
@@ -70,9 +75,21 @@ def adapter(bases: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def write_study(folder: Path, base: Path, text: Path) -> Path:
-    data = {"dataset": str(text), "length": 16, "split": "train[:50%]", "validation_split": "train[50%:]"}
+    data = {
+        "dataset": str(text),
+        "length": 16,
+        "split": "train[:50%]",
+        "validation_split": "train[50%:]",
+    }
     (folder / "a.yaml").write_text("adapter: {layers: [1, 2]}")
-    content = {"name": "s", "base": str(base), "data": data, "seeds": [1, 2, 3], "steps": 2, "eval_every": 1}
+    content = {
+        "name": "s",
+        "base": str(base),
+        "data": data,
+        "seeds": [1, 2, 3],
+        "steps": 2,
+        "eval_every": 1,
+    }
     content |= {"batch_size": 2, "thresholds": [3.0], "configs": ["a.yaml"]}
     (folder / "study.yaml").write_text(yaml.safe_dump(content))
     return folder / "study.yaml"
@@ -103,7 +120,9 @@ def test_every_load_says_whether_code_may_run() -> None:
 @pytest.mark.parametrize(
     ("command", "kind"),
     [
-        *itertools.product(["generate", "eval", "train", "report", "study", "lm-eval"], ["unknown", "tokenizer"]),
+        *itertools.product(
+            ["generate", "eval", "train", "report", "study", "lm-eval"], ["unknown", "tokenizer"]
+        ),
         ("bench", "unknown"),  # it reads no tokenizer
     ],
 )
@@ -132,7 +151,16 @@ def test_no_command_asks_and_none_runs_the_code(
         arguments: dict[str, list[object]] = {
             "generate": [adapter, "--prompt", "the cat", "--max-new-tokens", 2],
             "eval": [adapter, "--dataset", text, "--length", 16],
-            "train": ["--model", bases[kind], "--dataset", text, "--out", tmp_path / "out", "--length", 16],
+            "train": [
+                "--model",
+                bases[kind],
+                "--dataset",
+                text,
+                "--out",
+                tmp_path / "out",
+                "--length",
+                16,
+            ],
             "bench": [adapter, "--batch", 1, "--length", 4, "--decode-steps", 0, "--repeats", 1],
             "report": [adapter, "--dataset", text, "--length", 16],
             "study": [study, "--out", tmp_path / "results"],
@@ -168,8 +196,15 @@ def test_the_option_runs_the_code_and_names_where_it_is_from(
 
 def test_code_of_another_repository_is_named(bases: dict[str, Path]) -> None:
     edit(bases["known"] / "config.json", auto_map={"AutoConfig": "other/repo--own.OwnConfig"})
-    edit(bases["known"] / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "third/repo--own.T"]})
-    assert code_repositories(str(bases["known"])) == [str(bases["known"]), "other/repo", "third/repo"]
+    edit(
+        bases["known"] / "tokenizer_config.json",
+        auto_map={"AutoTokenizer": [None, "third/repo--own.T"]},
+    )
+    assert code_repositories(str(bases["known"])) == [
+        str(bases["known"]),
+        "other/repo",
+        "third/repo",
+    ]
 
 
 def in_terminal(*arguments: object, seconds: float = 100.0) -> tuple[int, str]:
@@ -177,7 +212,11 @@ def in_terminal(*arguments: object, seconds: float = 100.0) -> tuple[int, str]:
     child, terminal = pty.fork()
     if child == 0:
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        os.execvpe(sys.executable, [sys.executable, "-m", "hf_depthroute", *map(str, arguments)], environment)
+        os.execvpe(
+            sys.executable,
+            [sys.executable, "-m", "hf_depthroute", *map(str, arguments)],
+            environment,
+        )
     end, said = time.monotonic() + seconds, b""
     try:
         while time.monotonic() < end and b"[y/N]" not in said:
@@ -194,7 +233,9 @@ def in_terminal(*arguments: object, seconds: float = 100.0) -> tuple[int, str]:
 @pytest.mark.nightly(unless=lambda kind: kind == "unknown")
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are POSIX")
 @pytest.mark.parametrize("kind", ["unknown", "tokenizer"])
-def test_generate_never_asks_on_a_terminal(kind: str, bases: dict[str, Path], adapter: Path, marker: Path) -> None:
+def test_generate_never_asks_on_a_terminal(
+    kind: str, bases: dict[str, Path], adapter: Path, marker: Path
+) -> None:
     name_base(adapter, bases[kind])
     code, said = in_terminal("generate", adapter, "--prompt", "the cat", "--max-new-tokens", 2)
     assert "[y/N]" not in said

@@ -83,7 +83,14 @@ def shown() -> TokenView:
 # A full disk --------------------------------------------------------------------------------------------------------
 
 SETTING = {"model_type": "llama", "dtype": "float32", "batch": 1, "length": 8}
-ROUTED = {"routed_ms": 1.0, "ratio": 0.5, "speedup": 2.0, "eta": 1.0, "full_ratio": 0.5, "flops_routed_over_dense": 0.5}
+ROUTED = {
+    "routed_ms": 1.0,
+    "ratio": 0.5,
+    "speedup": 2.0,
+    "eta": 1.0,
+    "full_ratio": 0.5,
+    "flops_routed_over_dense": 0.5,
+}
 BENCH = {
     "case": "prefill",
     "label": "prefill: 1 x 8",
@@ -94,7 +101,10 @@ BENCH = {
     "budgets": {"0.5": ROUTED},
 }
 WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "bench --plot": ("times.png", lambda p: plot_result(p.parent, {"machine": {}, "measurements": [BENCH]})),
+    "bench --plot": (
+        "times.png",
+        lambda p: plot_result(p.parent, {"machine": {}, "measurements": [BENCH]}),
+    ),
     "plots of a recipe": ("load.png", lambda p: plot_expert_load(p, {"now": {1: [0.5, 0.5]}})),
     "a token view": ("view.html", lambda p: shown().save(p)),
     "a checkpoint's marker": (MARKER, lambda p: mark_complete(p.parent)),
@@ -134,7 +144,12 @@ def test_a_command_on_a_full_disk_leaves_the_old_file(
     out.write_text("old")
     fill(small_disk)
     before = content(small_disk)
-    places = {"adapter": adapter, "base": adapter.parent / "base", "text": adapter.parent / "text.txt", "out": out}
+    places = {
+        "adapter": adapter,
+        "base": adapter.parent / "base",
+        "text": adapter.parent / "text.txt",
+        "out": out,
+    }
     words = COMMANDS[command].format(**places).split()
     assert main(words) == 5, capsys.readouterr().err
     said = capsys.readouterr().err.strip().splitlines()[-1]
@@ -151,7 +166,9 @@ def test_a_card_on_a_full_disk_leaves_the_old_one(small_disk: Path) -> None:
     assert content(small_disk) == before
 
 
-def test_a_study_report_on_a_full_disk_leaves_the_old_report_whole(small_disk: Path, tmp_path: Path) -> None:
+def test_a_study_report_on_a_full_disk_leaves_the_old_report_whole(
+    small_disk: Path, tmp_path: Path
+) -> None:
     study = write_study(tmp_path / "study", PLAN)
     out = small_disk / "report"
     out.mkdir()
@@ -163,7 +180,9 @@ def test_a_study_report_on_a_full_disk_leaves_the_old_report_whole(small_disk: P
     assert content(out) == {"results.json": b"old", "report.html": b"old"}
 
 
-def test_a_study_of_results_is_readable_after_a_report_into_it_on_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+def test_a_study_of_results_is_readable_after_a_report_into_it_on_a_full_disk(
+    small_disk: Path, tmp_path: Path
+) -> None:
     write_report(write_study(tmp_path / "study", PLAN), tmp_path / "report")
     folder = small_disk / "results"
     folder.mkdir()
@@ -176,7 +195,9 @@ def test_a_study_of_results_is_readable_after_a_report_into_it_on_a_full_disk(sm
     write_report(folder, tmp_path / "again")
 
 
-def test_a_study_on_a_full_disk_says_so_and_goes_on_later(small_disk: Path, adapter: Path, tmp_path: Path) -> None:
+def test_a_study_on_a_full_disk_says_so_and_goes_on_later(
+    small_disk: Path, adapter: Path, tmp_path: Path
+) -> None:
 
     (small_disk / "study.json").write_text('{"old": 1}')
     fill(small_disk)
@@ -291,12 +312,18 @@ def skip_where_another_user_cannot_read(*paths: Path) -> None:
     """Skip a test that needs another user who can enter these folders: in a home of mode 700 there is none."""
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
-    unreadable = [path for path in paths if as_other_user(lambda path=path: not os.access(path, os.R_OK | os.X_OK))]
+    unreadable = [
+        path
+        for path in paths
+        if as_other_user(lambda path=path: not os.access(path, os.R_OK | os.X_OK))
+    ]
     if unreadable:
         pytest.skip(f"another user cannot read {unreadable[0]}")
 
 
-def test_a_folder_of_another_user_is_left_alone_and_named(adapter: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_another_user_is_left_alone_and_named(
+    adapter: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     made_by_pytest = [folder for folder in adapter.parents[1:] if folder.name.startswith("pytest-")]
     for path in (*adapter.iterdir(), adapter, adapter.parent, *made_by_pytest):
         path.chmod(path.stat().st_mode | 0o055)  # to be read and entered
@@ -307,7 +334,12 @@ def test_a_folder_of_another_user_is_left_alone_and_named(adapter: Path, capfd: 
     before = content(adapter)
     assert as_other_user(lambda: main(["card", str(adapter)])) == 2
     assert f"{adapter / 'README.md'}: Permission denied" in capfd.readouterr().err
-    assert as_other_user(lambda: main(["card", str(adapter), "--out", str(adapter / "new" / "card.md")])) == 2
+    assert (
+        as_other_user(
+            lambda: main(["card", str(adapter), "--out", str(adapter / "new" / "card.md")])
+        )
+        == 2
+    )
     assert "Permission denied" in capfd.readouterr().err
     assert as_other_user(lambda: main(["doctor", str(adapter)])) == 0
     assert content(adapter) == before
@@ -379,9 +411,18 @@ def test_a_killed_report_leaves_whole_files(tmp_path: Path) -> None:
             whole.setdefault(name, set()).add(found)
 
     def look() -> None:
-        found = {name: text for name, text in content(tmp_path / "out").items() if ".partial-" not in name}
+        found = {
+            name: text
+            for name, text in content(tmp_path / "out").items()
+            if ".partial-" not in name
+        }
         assert found.keys() == whole.keys()
         assert all(text in whole[name] for name, text in found.items())
         json.loads(found["results.json"])
 
-    killed(lambda: [write_report(study, tmp_path / "out") for study in studies], look, rounds=8, longest=3.0)
+    killed(
+        lambda: [write_report(study, tmp_path / "out") for study in studies],
+        look,
+        rounds=8,
+        longest=3.0,
+    )

@@ -70,7 +70,11 @@ def test_the_last_layer_of_a_prompt_is_free() -> None:
         )
         with model.disable_adapter():
             dense = model.generate(
-                ids, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True
+                ids,
+                max_new_tokens=8,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
             )
     assert torch.equal(routed.sequences, dense.sequences)
     for one, other in zip(routed.logits, dense.logits, strict=True):
@@ -105,13 +109,19 @@ def test_the_end_of_a_prompt_runs_in_full() -> None:
     assert 0.4 < prompt_flops(model, 40) <= 0.7 + 1e-6
     with record_routes(model) as trace, torch.no_grad():
         model(TEXT[0]["input_ids"][:, :40])
-    assert trace and all(r.mask[:, -10:].all() and not r.mask[:, :-10].any() for r in trace.values())
+    assert trace and all(
+        r.mask[:, -10:].all() and not r.mask[:, :-10].any() for r in trace.values()
+    )
     text = [{"input_ids": part} for part in tokens(8, 390, seed=5).split(4)]
     config = DepthRouteConfig(layers="all", phases="prefill")
-    assert fit_router(build_base("llama"), text, 0.8, config).peft_config["default"].prompt_tail == 64
+    assert (
+        fit_router(build_base("llama"), text, 0.8, config).peft_config["default"].prompt_tail == 64
+    )
 
 
-def test_what_is_kept_may_be_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_kept_may_be_a_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The clock is a part of it that is exchanged: a block's option saves nothing on it here, an FFN's a fifth."""
 
     def saved(base: Any, found: Any, ids: torch.Tensor, tail: int) -> dict[Option, float]:
@@ -120,7 +130,9 @@ def test_what_is_kept_may_be_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch
         return {option: 0.2 if option.target == "ffn" else 0.0 for option in options}
 
     monkeypatch.setattr(option_times, "time_savings", saved)
-    monkeypatch.setattr(option_times, "time_left", lambda base, chosen, ids, tail: 1 - 0.2 * len(chosen))
+    monkeypatch.setattr(
+        option_times, "time_left", lambda base, chosen, ids, tail: 1 - 0.2 * len(chosen)
+    )
     config = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=1)
     model = fit_router(build_base("llama"), TEXT, 0.6, config, keep_of="time")
     assert found(model)["keep_of"] == "time"
@@ -147,12 +159,16 @@ def test_a_share_of_the_time_is_held_by_all_options_together(
     """Each FFN seems to save a fifth, and saves `together` beside the others."""
     options = [Option("ffn", "neurons", 4), Option("block", "lowrank", 4)]
     monkeypatch.setattr(option_times, "time_savings", lambda *given: dict(zip(options, (0.2, 0.0))))
-    monkeypatch.setattr(option_times, "time_left", lambda base, chosen, ids, tail: 1 - together * len(chosen))
+    monkeypatch.setattr(
+        option_times, "time_left", lambda base, chosen, ids, tail: 1 - together * len(chosen)
+    )
     found = {index: dict.fromkeys(options, StaticFit(1.0 + index, 0.0, 0.0)) for index in range(4)}
     timed = in_time(build_base("llama"), found, 0.4, tokens(1, 40), 1)
     chosen = choose(timed, 0.4)
     assert sorted(chosen) == list(range(layers)) and set(chosen.values()) == {options[0]}
-    assert sum(timed[index][option].saved for index, option in chosen.items()) == pytest.approx(together * layers)
+    assert sum(timed[index][option].saved for index, option in chosen.items()) == pytest.approx(
+        together * layers
+    )
 
 
 def test_a_busy_machine_scales_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,21 +184,29 @@ def test_a_busy_machine_scales_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(option_times, "time_savings", lambda *given: dict(zip(options, (0.2, 0.0))))
     found = {index: dict.fromkeys(options, StaticFit(1.0 + index, 0.0, 0.0)) for index in range(4)}
     timed = in_time(build_base("llama"), found, 0.4, tokens(1, 40), 1)
-    assert all(fits[options[0]].saved == 0.2 and fits[options[1]].saved == 0.0 for fits in timed.values())
+    assert all(
+        fits[options[0]].saved == 0.2 and fits[options[1]].saved == 0.0 for fits in timed.values()
+    )
 
 
 @pytest.mark.parametrize("together", [0.0, -0.1])
-def test_options_that_save_nothing_together_are_not_chosen(together: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_save_nothing_together_are_not_chosen(
+    together: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor are those that take longer, which a negative scale would turn into the best."""
     options = [Option("ffn", "neurons", 4), Option("attention", "lowrank", 4)]
-    monkeypatch.setattr(option_times, "time_savings", lambda *given: dict(zip(options, (0.2, -0.05))))
+    monkeypatch.setattr(
+        option_times, "time_savings", lambda *given: dict(zip(options, (0.2, -0.05)))
+    )
     monkeypatch.setattr(option_times, "time_left", lambda base, chosen, ids, tail: 1 - together)
     found = {index: dict.fromkeys(options, StaticFit(1.0, 0.0, 0.0)) for index in range(4)}
     assert choose(in_time(build_base("llama"), found, 0.4, tokens(1, 40), 1), 0.4) == {}
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_a_base_whose_whole_is_not_timed_to_the_end_is_as_before(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_whose_whole_is_not_timed_to_the_end_is_as_before(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base, calls = build_base("llama"), itertools.count(1)
     expected = base(tokens(2, 9)).logits
 
@@ -219,15 +243,24 @@ def seconds_of(model: Any, ids: torch.Tensor) -> PassTimes:
     """A made-up clock: four layers of a second each, and what each target saves of it in a layer that has it."""
     saved = {"ffn": 0.5, "block": 0.9, "attention": -0.1}
     routings = routings_of(model) if isinstance(model, PeftModel) else []
-    targets = {routing.layer_index: routing.active_config().target_of(routing.layer_index) for routing in routings}
+    targets = {
+        routing.layer_index: routing.active_config().target_of(routing.layer_index)
+        for routing in routings
+    }
     layers = {index: 1.0 - saved.get(targets.get(index, ""), 0.0) for index in range(4)}
     return PassTimes(sum(layers.values()), layers)
 
 
-OPTIONS = [Option("ffn", "neurons", 4), Option("block", "lowrank", 4), Option("attention", "lowrank", 4)]
+OPTIONS = [
+    Option("ffn", "neurons", 4),
+    Option("block", "lowrank", 4),
+    Option("attention", "lowrank", 4),
+]
 
 
-def test_the_time_of_every_option_is_measured_and_the_base_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_every_option_is_measured_and_the_base_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     base = build_base("llama")
     ids, expected = tokens(1, 40), base(tokens(2, 9)).logits
     found = {index: dict.fromkeys(OPTIONS, StaticFit(0.0, 0.0, 0.0)) for index in (0, 2)}
@@ -256,7 +289,9 @@ def test_a_machine_that_is_busy_for_some_time_is_said_to_be_so_and_changes_no_ch
 
     def slower(model: Any, ids: torch.Tensor) -> PassTimes:
         factor, times = 1.0 if next(number) < 6 else 2.0, seconds_of(model, ids)
-        return PassTimes(factor * times.whole, {index: factor * taken for index, taken in times.layers.items()})
+        return PassTimes(
+            factor * times.whole, {index: factor * taken for index, taken in times.layers.items()}
+        )
 
     monkeypatch.setattr(option_times, "_seconds", slower)
     found = {index: dict.fromkeys(OPTIONS, StaticFit(0.0, 0.0, 0.0)) for index in range(4)}
@@ -304,23 +339,38 @@ def test_costs_are_predicted_from_gradients() -> None:
     with torch.no_grad():
         dense = model(ids).logits.log_softmax(-1)
     for index in (0, 1, 2):
-        change = 0.02 * torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(index)) * changed[..., None]
+        change = (
+            0.02
+            * torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(index))
+            * changed[..., None]
+        )
         with torch.no_grad():
-            hook = stack_of(model).layers[index].register_forward_hook(lambda layer, args, out, c=change: out + c)
+            hook = (
+                stack_of(model)
+                .layers[index]
+                .register_forward_hook(lambda layer, args, out, c=change: out + c)
+            )
             routed = model(ids).logits.log_softmax(-1)
             hook.remove()
         wanted = F.kl_div(routed, dense, reduction="none", log_target=True).sum(-1)[counted].sum()
         squares = []
         for seed in range(100):
-            g = stream_gradients(model, {"input_ids": ids}, counted, [2 * seed, 2 * seed + 1], draws=4)[index]
+            g = stream_gradients(
+                model, {"input_ids": ids}, counted, [2 * seed, 2 * seed + 1], draws=4
+            )[index]
             assert g.shape == (4, 2, 24, 32)
             squares.append((g * change).sum((2, 3)).square().sum() / 4)
-        assert float(torch.stack(squares).mean() / 2) == pytest.approx(float(wanted), rel=0.25), index
+        assert float(torch.stack(squares).mean() / 2) == pytest.approx(float(wanted), rel=0.25), (
+            index
+        )
 
 
 def test_a_metric_of_the_stream_prices_a_change_that_knows_no_token() -> None:
     """`|delta L|^2` is what a change of one token's stream costs the text behind it, over tokens and directions."""
-    model, text = build_base("llama"), [{"input_ids": part} for part in tokens(40, 24, seed=5).split(4)]
+    model, text = (
+        build_base("llama"),
+        [{"input_ids": part} for part in tokens(40, 24, seed=5).split(4)],
+    )
     real = [torch.ones_like(batch["input_ids"], dtype=torch.bool) for batch in text]
     metrics = stream_metrics(text_gradients(model, text, real, seed=0, draws=2), real, 32)
     assert len(metrics) == len(stack_of(model).layers) and metrics[0].shape == (32, 32)
@@ -336,7 +386,11 @@ def test_a_metric_of_the_stream_prices_a_change_that_knows_no_token() -> None:
                 places = torch.randint(24, (4,), generator=generator)
                 delta = 0.05 * torch.randn(4, 32, generator=generator)
                 change[torch.arange(4), places] = delta
-                hook = stack_of(model).layers[index].register_forward_hook(lambda layer, args, out, c=change: out + c)
+                hook = (
+                    stack_of(model)
+                    .layers[index]
+                    .register_forward_hook(lambda layer, args, out, c=change: out + c)
+                )
                 with torch.no_grad():
                     routed = model(ids).logits.log_softmax(-1)
                 hook.remove()
@@ -361,16 +415,24 @@ def test_no_other_set_saves_as_much_and_costs_less() -> None:
     draw = random.Random(0)
     options = [Option("ffn", "lowrank", 1), Option("block", "lowrank", 1)]
     for _ in range(20):
-        fits = {i: {o: StaticFit(draw.random(), draw.random() / 4, 0.0) for o in options} for i in range(5)}
+        fits = {
+            i: {o: StaticFit(draw.random(), draw.random() / 4, 0.0) for o in options}
+            for i in range(5)
+        }
         chosen = choose(fits, 0.4)
-        saved, cost = (sum(getattr(fits[i][o], part) for i, o in chosen.items()) for part in ("saved", "nats"))
+        saved, cost = (
+            sum(getattr(fits[i][o], part) for i, o in chosen.items()) for part in ("saved", "nats")
+        )
         if not chosen:
             assert sum(max(fit.saved for fit in row.values()) for row in fits.values()) < 0.4
             continue
         assert saved >= 0.4
         for other in itertools.product([None, *options], repeat=5):
             taken = [fits[i][o] for i, o in enumerate(other) if o is not None]
-            assert sum(fit.saved for fit in taken) < saved - 1e-9 or sum(fit.nats for fit in taken) > cost - 1e-9
+            assert (
+                sum(fit.saved for fit in taken) < saved - 1e-9
+                or sum(fit.nats for fit in taken) > cost - 1e-9
+            )
 
 
 def test_a_prompt_is_two_thirds_of_the_real_tokens() -> None:
@@ -415,7 +477,9 @@ def test_it_is_saved_and_loads(tmp_path: Path) -> None:
 
 
 def test_only_the_layers_that_may_be_are_routed() -> None:
-    model = fit_router(build_base("llama"), TEXT, 0.85, DepthRouteConfig(layers=[0, 1], phases="prefill"))
+    model = fit_router(
+        build_base("llama"), TEXT, 0.85, DepthRouteConfig(layers=[0, 1], phases="prefill")
+    )
     assert set(model.peft_config["default"].layers) <= {0, 1}
 
 
@@ -423,7 +487,9 @@ def test_attention_that_would_be_computed_all_the_same_is_no_option() -> None:
     model = fitted(0.9, "falcon")
     for routing in active_routings(model):
         targets = {option.target for option in options_of(routing)}
-        assert targets == ({"ffn"} if routing.family.queries is None else {"ffn", "attention", "block"})
+        assert targets == (
+            {"ffn"} if routing.family.queries is None else {"ffn", "attention", "block"}
+        )
 
 
 @pytest.mark.parametrize(
@@ -436,7 +502,9 @@ def test_attention_that_would_be_computed_all_the_same_is_no_option() -> None:
         (0.8, {"branch": "none"}, "branch='none': of prompts it is found"),
     ],
 )
-def test_what_cannot_be_is_refused_and_the_base_stays_as_it_is(keep: float, fields: Any, message: str) -> None:
+def test_what_cannot_be_is_refused_and_the_base_stays_as_it_is(
+    keep: float, fields: Any, message: str
+) -> None:
     base: Any = build_base("llama")
     before, names = copy.deepcopy(base.state_dict()), [type(module) for module in base.modules()]
     with pytest.raises(ConfigError, match=message):
@@ -445,7 +513,9 @@ def test_what_cannot_be_is_refused_and_the_base_stays_as_it_is(keep: float, fiel
     assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
 
 
-def test_one_bar_counts_all_phases(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_bar_counts_all_phases(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     reached: list[float] = []
 
     class Watched(FitBar):
@@ -456,7 +526,11 @@ def test_one_bar_counts_all_phases(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("hf_depthroute.fitting.prompts.FitBar", Watched)
     fit_prompts(build_base("llama"), TEXT, 0.6, progress=True)
     shown = capsys.readouterr().err
-    assert "fit: options of every layer" in shown and "fit: the chosen ones" in shown and "100%" in shown
+    assert (
+        "fit: options of every layer" in shown
+        and "fit: the chosen ones" in shown
+        and "100%" in shown
+    )
     assert 0.8 <= reached[0] <= 1
 
 
@@ -468,7 +542,19 @@ def test_too_little_text_is_refused() -> None:
 def test_the_command_fits_prompts(tmp_path: Path) -> None:
     base, out = save_base(tmp_path / "base"), tmp_path / "fitted"
     text = write_text(tmp_path / "text.txt", 400)
-    words = ("fit", "--model", base, "--dataset", text, "--length", 48, "--phases", "prefill", "--keep", 0.7)
+    words = (
+        "fit",
+        "--model",
+        base,
+        "--dataset",
+        text,
+        "--length",
+        48,
+        "--phases",
+        "prefill",
+        "--keep",
+        0.7,
+    )
     ended = run(*words, "--out", out)
     assert ended.code == 0, ended.err
     assert "loss behind prompts of" in ended.out and "70% of the FLOPs of a prompt" in ended.out

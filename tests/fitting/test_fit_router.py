@@ -137,7 +137,12 @@ def test_reduced_rank_regression_is_the_best_map_of_its_rank() -> None:
 
 
 def test_the_gate_knows_something_of_the_error() -> None:
-    model = fit_router(build_base("llama"), text(32), keep=0.5, config=DepthRouteConfig(layers="all", gate="affine"))
+    model = fit_router(
+        build_base("llama"),
+        text(32),
+        keep=0.5,
+        config=DepthRouteConfig(layers="all", gate="affine"),
+    )
     record = remembered(model, "default").training
     assert record is not None
     for layer in record["fit"]["layers"].values():
@@ -168,13 +173,22 @@ def offloaded(how: str, folder: Path) -> Any:
         return cpu_offload(base, execution_device=cpu)
     if how == "disk_offload":
         return disk_offload(base, str(folder), execution_device=cpu)
-    places = {f"model.layers.{index}": "cpu" if index == 1 else "disk" for index in range(len(decoder_layers(base)))}
-    places |= dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
-    return dispatch_model(base, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+    places = {
+        f"model.layers.{index}": "cpu" if index == 1 else "disk"
+        for index in range(len(decoder_layers(base)))
+    }
+    places |= dict.fromkeys(
+        ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu"
+    )
+    return dispatch_model(
+        base, places, main_device="cpu", offload_dir=str(folder), force_hooks=True
+    )
 
 
 @pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "dispatch_model"])
-def test_an_offloaded_base_is_fitted_as_another(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloaded_base_is_fitted_as_another(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where layers are left out afterwards, and the adapter goes in once more."""
     monkeypatch.setattr("hf_depthroute.fitting.router.DENSE", 0.55)
     config = DepthRouteConfig(layers=[0, 2, 3], gate="affine")
@@ -204,7 +218,9 @@ def test_the_better_round_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
                 routing.depth_route_branch["default"].down.weight.add_(1.0)
 
     monkeypatch.setattr(Fits, "round", spoiled)
-    model = fit_router(build_base("qwen3"), text(), keep=0.5, config=DepthRouteConfig(layers="all", gate="affine"))
+    model = fit_router(
+        build_base("qwen3"), text(), keep=0.5, config=DepthRouteConfig(layers="all", gate="affine")
+    )
     found = remembered(model, "default").training["fit"]  # type: ignore[index]
     losses = found["loss_of_rounds"]
     assert losses[1] > losses[0]
@@ -220,12 +236,16 @@ def test_every_budget_is_held(scope: str) -> None:
     # What a layer skips has to matter to the next one's scores.
     for routing in active_routings(model):
         branch = routing.depth_route_branch["default"]
-        branch.down.weight.data.copy_(torch.randn(branch.down.weight.shape, generator=torch.Generator().manual_seed(2)))
+        branch.down.weight.data.copy_(
+            torch.randn(branch.down.weight.shape, generator=torch.Generator().manual_seed(2))
+        )
     batches = text(64)
     calibrate(model, batches, 0.5)
     before = {h.layer_index: float(h.active_quantiles()(0.5)) for h in active_routings(model)}
     calibrate_budgets(model, batches)
-    assert before == {h.layer_index: float(h.active_quantiles()(0.5)) for h in active_routings(model)}
+    assert before == {
+        h.layer_index: float(h.active_quantiles()(0.5)) for h in active_routings(model)
+    }
     assert active_routings(model)[0].active_config().budget == 0.5
     for budget in (0.1, 0.3, 0.5, 0.7, 0.9):
         set_budget(model, budget)
@@ -247,7 +267,9 @@ def test_budgets_need_a_calibration() -> None:
         ({"layers": [1]}, "run everything"),
     ],
 )
-def test_what_cannot_be_fitted_is_refused_before_anything_changes(fields: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_fitted_is_refused_before_anything_changes(
+    fields: dict[str, Any], message: str
+) -> None:
     base = build_base("olmoe" if fields.get("target") == "experts" else "llama")
     before = [type(layer) for layer in decoder_layers(base)]
     with pytest.raises(ConfigError, match=message):
@@ -268,14 +290,22 @@ class NormGate(Gate):
         return {"scores": self.score(a.norm(dim=-1, keepdim=True))}
 
     @torch.no_grad()
-    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
+    def fit(
+        self,
+        a_Nd: torch.Tensor,
+        y_N: torch.Tensor,
+        seed: int,
+        always_Sd: torch.Tensor | None = None,
+    ) -> None:
         norms_N = a_Nd.norm(dim=-1)
         slope = torch.cov(torch.stack([norms_N, y_N]))[0, 1] / norms_N.var()
         self.score.weight.fill_(slope)
         self.score.bias.fill_(y_N.mean() - slope * norms_N.mean())
 
 
-def test_a_gate_of_another_package_is_fitted_by_its_own_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_of_another_package_is_fitted_by_its_own_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(GATES, "norm", NormGate)
     config = DepthRouteConfig(layers="all", gate="norm", gate_input="residual")
     model = fit_router(build_base("llama"), text(), keep=0.6, config=config)
@@ -291,7 +321,9 @@ def test_a_share_out_of_range_is_refused(keep: float) -> None:
         fit_router(build_base("llama"), text(), keep=keep)
 
 
-def steps_of(model: Any, folder: Path, steps: int, lr: float, loss: str = "lm", **more: Any) -> list[float]:
+def steps_of(
+    model: Any, folder: Path, steps: int, lr: float, loss: str = "lm", **more: Any
+) -> list[float]:
     """The term `loss` of each step of a training on one batch."""
     batch = {name: value[:8] for name, value in text(8, seed=1)[0].items()}
     rows = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"]]
@@ -314,7 +346,8 @@ def test_training_starts_where_the_fit_ended(tmp_path: Path) -> None:
     with torch.no_grad():
         before = float(fitted(ids, labels=ids).loss)
     unfitted = get_depth_routed_model(
-        copy.deepcopy(base), DepthRouteConfig(layers=config.layers, budget=config.budget, budget_scope="global")
+        copy.deepcopy(base),
+        DepthRouteConfig(layers=config.layers, budget=config.budget, budget_scope="global"),
     )
     new = steps_of(unfitted, tmp_path / "new", steps=1, lr=0.0)[0]
     losses = steps_of(fitted, tmp_path / "fitted", steps=30, lr=1e-3)
@@ -333,9 +366,18 @@ def test_branches_learn_under_gates_that_stay(tmp_path: Path) -> None:
     first, second = active_routings(model)[:2]
     before = copy.deepcopy(model.state_dict())
     losses = steps_of(
-        model, tmp_path, steps=30, lr=1e-3, loss="distill", train_gates=False, lm_weight=0.0, distill_weight=1.0
+        model,
+        tmp_path,
+        steps=30,
+        lr=1e-3,
+        loss="distill",
+        train_gates=False,
+        lm_weight=0.0,
+        distill_weight=1.0,
     )
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    changed = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
     assert changed and not any("depth_route_gate" in name for name in changed)
     assert any("depth_route_branch" in name for name in changed)
     assert losses[-1] < losses[0]
@@ -349,13 +391,19 @@ def test_branches_learn_under_gates_that_stay(tmp_path: Path) -> None:
     with record_routes(model) as trace:
         model(text()[0]["input_ids"])
     trace[second.layer_index].scores.sum().backward()
-    assert all(p.grad is not None and p.grad.any() for p in first.depth_route_branch["default"].down.parameters())
+    assert all(
+        p.grad is not None and p.grad.any()
+        for p in first.depth_route_branch["default"].down.parameters()
+    )
 
 
 def test_the_spread_of_shares_is_that_of_the_held_out_rows() -> None:
     model = fit_router(build_base("llama"), text(), keep=0.6)
     depth = len(decoder_layers(model))
-    held_out = [{"input_ids": ids[None]} for ids in torch.cat([batch["input_ids"] for batch in text()])[4::5]]
+    held_out = [
+        {"input_ids": ids[None]}
+        for ids in torch.cat([batch["input_ids"] for batch in text()])[4::5]
+    ]
     shares = torch.tensor([share(model, [row], depth) for row in held_out])
     fewest, most = remembered(model, "default").training["fit"]["share_of_rows"]
     assert shares.min() - 1e-6 <= fewest <= most <= shares.max() + 1e-6
@@ -369,7 +417,19 @@ def test_too_little_text_is_refused() -> None:
 
 def test_the_command_says_in_a_line_that_text_is_too_short(tmp_path: Path) -> None:
     base, short = save_base(tmp_path / "base"), write_text(tmp_path / "text.txt", 20)
-    ended = run("fit", "--model", base, "--dataset", short, "--out", tmp_path / "out", "--length", 32, "--blocks", 4)
+    ended = run(
+        "fit",
+        "--model",
+        base,
+        "--dataset",
+        short,
+        "--out",
+        tmp_path / "out",
+        "--length",
+        32,
+        "--blocks",
+        4,
+    )
     assert ended.code == 2
     assert "512 is the least" in ended.err
     assert not (tmp_path / "out").exists()
@@ -391,9 +451,13 @@ def test_the_command_saves_what_loads(tmp_path: Path) -> None:
     card = (out / "README.md").read_text()
     assert "* Data: `text.txt`, split `train`" in card and 'base = "path/to/' in card
     said = re.search(
-        r"budget of the adapter: ([\d.]+) of the calls in (\d) layers with a gate, .* all (\d) layers", ended.out
+        r"budget of the adapter: ([\d.]+) of the calls in (\d) layers with a gate, .* all (\d) layers",
+        ended.out,
     )
-    assert said is not None and f"{json.loads((out / 'adapter_config.json').read_text())['budget']:.3g}" == said[1]
+    assert (
+        said is not None
+        and f"{json.loads((out / 'adapter_config.json').read_text())['budget']:.3g}" == said[1]
+    )
     assert f"| budget | {said[0].removeprefix('budget of the adapter: ')} |" in card
     assert said[0].removeprefix("budget of the adapter: ") in run("doctor", out).out
     assert "pip install git+https://" in card  # no index has the package
@@ -414,12 +478,17 @@ def test_the_command_fills_a_memory(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.code == 0, ended.err
     model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(out))
-    assert model.peft_config["default"].branch == "memory" and model.peft_config["default"].ngram_order == 2
+    assert (
+        model.peft_config["default"].branch == "memory"
+        and model.peft_config["default"].ngram_order == 2
+    )
     tables = [weight for name, weight in model.named_parameters() if name.endswith(".table")]
     assert tables and all(weight.shape == (2048, 8) and weight.ne(0).any() for weight in tables)
 
 
-def test_one_bar_counts_all_phases(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_bar_counts_all_phases(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     reached: list[float] = []
 
     class Watched(FitBar):
@@ -449,7 +518,11 @@ def test_the_command_draws_the_bar_on_a_terminal(tmp_path: Path) -> None:
 
     reader = threading.Thread(target=read)  # a terminal that nobody reads stops who writes
     reader.start()
-    with os.fdopen(end, "w") as stderr, contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as ended:
+    with (
+        os.fdopen(end, "w") as stderr,
+        contextlib.redirect_stderr(stderr),
+        pytest.raises(SystemExit) as ended,
+    ):
         main([str(word) for word in words])
     reader.join()
     os.close(terminal)
@@ -459,13 +532,20 @@ def test_the_command_draws_the_bar_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_no_bar_is_drawn_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
-    fit_router(build_base("llama"), text(), config=DepthRouteConfig(layers="all", gate="affine"), rounds=1)
+    fit_router(
+        build_base("llama"), text(), config=DepthRouteConfig(layers="all", gate="affine"), rounds=1
+    )
     assert "fit:" not in capsys.readouterr().err
 
 
 def test_a_short_text_is_accepted_with_a_line_and_the_loss_has_its_error() -> None:
     with pytest.warns(FitWarning, match="tokens to fit on are few: on 3,000") as said:
-        model = fit_router(build_base("llama"), text(), config=DepthRouteConfig(layers="all", gate="affine"), rounds=1)
+        model = fit_router(
+            build_base("llama"),
+            text(),
+            config=DepthRouteConfig(layers="all", gate="affine"),
+            rounds=1,
+        )
     assert [warning.filename for warning in said if warning.category is FitWarning] == [__file__]
     fit = remembered(model, "default").training["fit"]  # type: ignore[index]
     assert abs(fit["loss"] - fit["loss_dense"]) < 10 * fit["loss_over_dense_error"] < 1

@@ -45,7 +45,9 @@ def text(rows: int = 32, seed: int = 0) -> list[dict[str, torch.Tensor]]:
 @torch.no_grad()
 def dense_sinks(base: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
     states = base(ids, output_hidden_states=True).hidden_states
-    return {index: norms_and_sinks(state.flatten(0, 1))[1] for index, state in enumerate(states[1:-1])}
+    return {
+        index: norms_and_sinks(state.flatten(0, 1))[1] for index, state in enumerate(states[1:-1])
+    }
 
 
 def test_the_base_has_sinks() -> None:
@@ -80,7 +82,9 @@ def test_what_is_fitted_does_not_follow_the_sinks() -> None:
     """The branch explains the other tokens as well as it does where no sink is in the text."""
 
     def explained(base: Any) -> float:
-        model = fit_router(base, text(), keep=0.5, config=DepthRouteConfig(layers="all", gate="affine"), rounds=1)
+        model = fit_router(
+            base, text(), keep=0.5, config=DepthRouteConfig(layers="all", gate="affine"), rounds=1
+        )
         layer = remembered(model, "default").training["fit"]["layers"][str(MAKER)]  # type: ignore[index]
         return float(layer["branch_r2"])
 

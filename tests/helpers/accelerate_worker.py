@@ -22,7 +22,9 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from places import ROOT
 
 RECIPE = ROOT / "recipes" / "accelerate"
-OPTIONS = "--gate jepa --length 16 --batch-size 4 --accumulate 2 --steps 4 --save-every 2 --log-every 4"
+OPTIONS = (
+    "--gate jepa --length 16 --batch-size 4 --accumulate 2 --steps 4 --save-every 2 --log-every 4"
+)
 
 
 def run_recipe(data: Path, out: Path, *more: str, cpu: bool = True) -> None:
@@ -31,7 +33,14 @@ def run_recipe(data: Path, out: Path, *more: str, cpu: bool = True) -> None:
     try:
         import train  # type: ignore[import-not-found]
 
-        options = ["--model", str(data / "base"), "--dataset", str(data / "text.txt"), "--out", str(out)]
+        options = [
+            "--model",
+            str(data / "base"),
+            "--dataset",
+            str(data / "text.txt"),
+            "--out",
+            str(out),
+        ]
         forget()
         train.train(train.parse([*OPTIONS.split(), *options, *more, *(["--cpu"] if cpu else [])]))
     finally:
@@ -48,10 +57,14 @@ def forget() -> None:
 @contextmanager
 def configured(name: str) -> Iterator[None]:
     """Inside the block, an Accelerator finds what `accelerate launch --config_file <name>` hands to its processes."""
-    arguments = launch_command_parser().parse_args(["--config_file", str(RECIPE / name), "train.py"])
+    arguments = launch_command_parser().parse_args(
+        ["--config_file", str(RECIPE / name), "train.py"]
+    )
     arguments, *_ = _validate_launch_command(arguments)
     found = prepare_multi_gpu_env(arguments)
-    changed = {key: value for key, value in found.items() if os.environ.get(key) != value and "FSDP" in key}
+    changed = {
+        key: value for key, value in found.items() if os.environ.get(key) != value and "FSDP" in key
+    }
     init: Any = AcceleratorState.__init__
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -60,7 +73,10 @@ def configured(name: str) -> Iterator[None]:
             self.distributed_type = DistributedType.FSDP
             self.fsdp_plugin = FullyShardedDataParallelPlugin()
 
-    with mock.patch.dict(os.environ, changed), mock.patch.object(AcceleratorState, "__init__", make):
+    with (
+        mock.patch.dict(os.environ, changed),
+        mock.patch.object(AcceleratorState, "__init__", make),
+    ):
         yield
 
 
@@ -69,5 +85,7 @@ def run_recipes(data: Path, folder: Path) -> None:
     run_recipe(data, folder / "ddp")
     with configured("fsdp2.yaml"):
         run_recipe(data, folder / "fsdp2")
-        run_recipe(data, folder / "resumed", "--resume", str(folder / "fsdp2" / "checkpoints" / "step-2"))
+        run_recipe(
+            data, folder / "resumed", "--resume", str(folder / "fsdp2" / "checkpoints" / "step-2")
+        )
     dist.barrier()

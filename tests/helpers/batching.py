@@ -20,7 +20,9 @@ def generate_batch(model: Any, attention: str = "sdpa") -> list[Any]:
     config = ContinuousBatchingConfig(**{size: 16}, num_blocks=32, max_batch_tokens=64)
     model.get_base_model().set_attn_implementation(attention)
     return list(
-        model.generate_batch(inputs=PROMPTS, generation_config=GREEDY, continuous_batching_config=config).values()
+        model.generate_batch(
+            inputs=PROMPTS, generation_config=GREEDY, continuous_batching_config=config
+        ).values()
     )
 
 

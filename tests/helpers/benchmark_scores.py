@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 
-def scores(task: str = "gsm8k", dataset: str = "openai/gsm8k", left_out: int = 0, **lm_eval: Any) -> dict[str, Any]:
+def scores(
+    task: str = "gsm8k", dataset: str = "openai/gsm8k", left_out: int = 0, **lm_eval: Any
+) -> dict[str, Any]:
     """As `eval --tasks --json` writes it; 1,319 documents."""
     metric = "acc,none" if task.startswith("gpqa_diamond_z") else "exact_match,strict-match"
 
     def run(value: float, ratio: float, budget: float | None) -> dict[str, Any]:
         found = {
-            "results": {task: {metric: value} | ({"exact_match,flexible-extract": 0.9} if task == "gsm8k" else {})},
+            "results": {
+                task: {metric: value}
+                | ({"exact_match,flexible-extract": 0.9} if task == "gsm8k" else {})
+            },
             "configs": {task: {"dataset_path": dataset}},
             "n-samples": {task: {"original": 1319, "effective": 1319 - left_out}},
             "n-shot": {task: 5},

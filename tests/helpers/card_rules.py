@@ -24,7 +24,12 @@ def card_fault(text: str) -> str | None:
         for value in values if isinstance(values, list) else [values]:
             if not isinstance(value, str) or not repo.fullmatch(value):
                 return f'"{name}" with value "{value}" is not valid'
-    if data.get("base_model_relation", "adapter") not in ("adapter", "finetune", "merge", "quantized"):
+    if data.get("base_model_relation", "adapter") not in (
+        "adapter",
+        "finetune",
+        "merge",
+        "quantized",
+    ):
         return '"base_model_relation" is not valid'
     for name in ("library_name", "pipeline_tag"):
         if not isinstance(data.get(name, ""), str):
@@ -35,8 +40,13 @@ def card_fault(text: str) -> str | None:
         if not isinstance(model.get("name"), str) or not model["name"]:
             return '"model-index[0].name" is required'
         for result in model["results"]:
-            if not result.get("task", {}).get("type") or not {"type", "name"} <= set(result.get("dataset", {})):
+            if not result.get("task", {}).get("type") or not {"type", "name"} <= set(
+                result.get("dataset", {})
+            ):
                 return '"model-index" results need a task and a dataset'
-            if not all("type" in m and isinstance(m.get("value"), (int, float)) for m in result.get("metrics", [])):
+            if not all(
+                "type" in m and isinstance(m.get("value"), (int, float))
+                for m in result.get("metrics", [])
+            ):
                 return '"model-index" metrics need a type and a value'
     return None

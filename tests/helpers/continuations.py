@@ -31,19 +31,27 @@ class Session:
     """A generation in progress: pieces of one input, run with a cache that lives on between them."""
 
     def __init__(
-        self, model: PeftModel, ids: torch.Tensor, cache: DynamicCache | StaticCache, pinned: RouteTrace | None
+        self,
+        model: PeftModel,
+        ids: torch.Tensor,
+        cache: DynamicCache | StaticCache,
+        pinned: RouteTrace | None,
     ):
         self.model, self.ids, self.cache, self.pinned = model, ids, cache, pinned
         self.logits: list[torch.Tensor] = []
         self.traces: list[RouteTrace] = []
 
-    def step(self, start: int, stop: int, rows: torch.Tensor | None = None, keep: bool = True) -> None:
+    def step(
+        self, start: int, stop: int, rows: torch.Tensor | None = None, keep: bool = True
+    ) -> None:
         """Run positions `start:stop`; row `i` of the cache holds sequence `rows[i]`."""
         batch = len(self.ids)
         rows = torch.arange(batch) if rows is None else rows
         pinned = None if self.pinned is None else take(self.pinned.positions(start, stop), rows)
         ids = self.ids[rows, start:stop]
-        logits, trace = run(self.model, pinned, input_ids=ids, past_key_values=self.cache, use_cache=True)
+        logits, trace = run(
+            self.model, pinned, input_ids=ids, past_key_values=self.cache, use_cache=True
+        )
         if keep:
             back = torch.stack([(rows == row).nonzero()[0, 0] for row in range(batch)])
             self.logits.append(logits[back])
@@ -100,10 +108,16 @@ CONTINUATIONS: dict[str, tuple[Callable[[Session], None], str]] = {
 
 
 def new_cache(model: PeftModel, kind: str) -> DynamicCache | StaticCache:
-    return StaticCache(config=model.config, max_cache_len=16) if kind == "static" else DynamicCache(config=model.config)
+    return (
+        StaticCache(config=model.config, max_cache_len=16)
+        if kind == "static"
+        else DynamicCache(config=model.config)
+    )
 
 
-def continued(model: PeftModel, ids: torch.Tensor, name: str, pinned: RouteTrace | None = None) -> Run:
+def continued(
+    model: PeftModel, ids: torch.Tensor, name: str, pinned: RouteTrace | None = None
+) -> Run:
     walk, kind = CONTINUATIONS[name]
     session = Session(model, ids, new_cache(model, kind), pinned)
     walk(session)

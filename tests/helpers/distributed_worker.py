@@ -72,10 +72,16 @@ def step(
     With `labelled`, the losses that need an oracle's labels take part; with `observed`, those of other methods, which
     watch the exits and the base's routers. With `sharded`, FSDP2 splits every weight over the processes.
     """
-    model = build_routed("olmoe", causal_rule="predictor") if observed else build_routed("llama", "jepa")
+    model = (
+        build_routed("olmoe", causal_rule="predictor")
+        if observed
+        else build_routed("llama", "jepa")
+    )
     model.train()
     if checkpointing is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": checkpointing}
+        )
         model.enable_input_require_grads()
     if sharded and world > 1:
         for layer in decoder_layers(model):
@@ -106,14 +112,21 @@ def step(
         if labelled:
             assert prefix is not None
             inputs["utility"] = prefix_utility(prefix, mine["labels"], "on_policy")
-            inputs["counterfactual"] = prefix_utility(prefix, mine["labels"], "on_policy", window=1, layers=[2])
+            inputs["counterfactual"] = prefix_utility(
+                prefix, mine["labels"], "on_policy", window=1, layers=[2]
+            )
         terms = routing_losses(trace, lm, weights, alive_min=0.99, labels=mine["labels"], **inputs)
         if observed:  # rows from outside the package
-            terms |= {name: row.compute(LossInputs(trace, observed=inputs["observed"])) for name, row in ROWS.items()}
+            terms |= {
+                name: row.compute(LossInputs(trace, observed=inputs["observed"]))
+                for name, row in ROWS.items()
+            }
         sum(terms.values()).backward()
     return {
         "terms": {name: term.item() for name, term in terms.items()},
-        "gradients": {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in gradients(model).items()},
+        "gradients": {
+            name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in gradients(model).items()
+        },
         "ratio": trace.full_ratio(),
     }
 
@@ -148,7 +161,9 @@ def sharded_and_checkpointed(rank: int, world: int) -> Result:
 
 
 def sharded_and_one_rank_routes_nothing(rank: int, world: int) -> Result:
-    return step(rank, world, stacked(rows(GLOBAL_BATCH)), full_rows=[True, True, False, False], sharded=True)
+    return step(
+        rank, world, stacked(rows(GLOBAL_BATCH)), full_rows=[True, True, False, False], sharded=True
+    )
 
 
 def oracle(rank: int, world: int) -> Result:
@@ -193,7 +208,11 @@ def train(rank: int, world: int, cls: type[Trainer]) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         trainer, kept = make_trainer(model, examples, Path(folder), cls, **fields)
         if cls is Trainer:
-            trainer.add_callback(DepthRouteCallback(trainer, RoutingArguments(alive_min=0.99, budget_schedule_steps=2)))
+            trainer.add_callback(
+                DepthRouteCallback(
+                    trainer, RoutingArguments(alive_min=0.99, budget_schedule_steps=2)
+                )
+            )
         trainer.train()
     return {"logs": step_logs(trainer), "gradients": kept.steps[0], "state": adapter_state(model)}
 
@@ -256,10 +275,22 @@ def fitted(rank: int, world: int) -> Result:
     """A router that is fitted, not trained; eleven rows, so that the shares differ in size."""
     batches = [{"input_ids": part} for part in tokens(11, 96).split(4)]
     found: Result = {}
-    memory = {"branch": "memory", "memory_slots": 2048, "memory_width": 16, "memory_heads": 1, "ngram_order": 2}
-    kinds: dict[str, dict[str, Any]] = {"affine": {"gate": "affine"}, "mlp": {}, "memory": {"gate": "affine"} | memory}
+    memory = {
+        "branch": "memory",
+        "memory_slots": 2048,
+        "memory_width": 16,
+        "memory_heads": 1,
+        "ngram_order": 2,
+    }
+    kinds: dict[str, dict[str, Any]] = {
+        "affine": {"gate": "affine"},
+        "mlp": {},
+        "memory": {"gate": "affine"} | memory,
+    }
     for name, fields in (kinds | {"prompts": {"phases": "prefill"}}).items():
-        model = fit_router(build_base("llama"), batches, 0.6, DepthRouteConfig(layers="all", **fields))
+        model = fit_router(
+            build_base("llama"), batches, 0.6, DepthRouteConfig(layers="all", **fields)
+        )
         record = remembered(model, "default").training or {}
         found[name] = {"state": adapter_state(model), "fit": record["fit"]}
     return found

@@ -21,7 +21,10 @@ from hf_depthroute.cli import app, main
 
 LANGUAGES = ("python", "sh", "yaml", "diff", "text")
 _FENCE = re.compile(r"^\s*(`{3,}|~{3,})", re.MULTILINE)
-_BLOCK = re.compile(r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
+_BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$",
+    re.M | re.S,
+)
 _LENGTHY = re.compile(
     r"(\bmax_steps=|\bmax_new_tokens=|--steps |--repeats |--max-new-tokens |--blocks )\d+|(select\(range\()\d+"
 )
@@ -49,7 +52,9 @@ def read_blocks(page: Path) -> list[Block]:
         Block(page, text.count("\n", 0, m.start("code")) + 1, m["language"], m["code"], m["why"])
         for m in _BLOCK.finditer(text)
     ]
-    assert len(_FENCE.findall(text)) == 2 * len(found), f"{page}: a fence that is indented, open, or not of backticks"
+    assert len(_FENCE.findall(text)) == 2 * len(found), (
+        f"{page}: a fence that is indented, open, or not of backticks"
+    )
     return found
 
 
@@ -96,7 +101,9 @@ def run(block: Block, namespace: dict[str, Any]) -> None:
         exec(compile("\n" * (block.line - 1) + code, str(block.page), "exec"), namespace)
     elif block.language == "sh":
         for words in commands(code):
-            assert words[0] == "hf-depthroute", f"{block.place}: {words[0]} is not run here; mark the block"
+            assert words[0] == "hf-depthroute", (
+                f"{block.place}: {words[0]} is not run here; mark the block"
+            )
             with pytest.raises(SystemExit) as ended:
                 main(words[1:])
             assert not ended.value.code, f"{block.place}: hf-depthroute {shlex.join(words[1:])}"

@@ -85,7 +85,9 @@ def field(path: Path, rng: random.Random) -> None:
     content = json.loads(path.read_text())
     for _ in range(rng.choice([1, 1, 2])):
         name = rng.choice([*content, "weights_hash", "layers", "surprise"])
-        content[name] = rng.choice([*WORDS, [rng.choice(WORDS)], {"a": rng.choice(WORDS)}, content.get("layers")])
+        content[name] = rng.choice(
+            [*WORDS, [rng.choice(WORDS)], {"a": rng.choice(WORDS)}, content.get("layers")]
+        )
     path.write_text(json.dumps(content))
 
 
@@ -94,7 +96,14 @@ def tensor(path: Path, rng: random.Random) -> None:
     name = rng.choice(list(content))
     value = content[name]
     content[name] = rng.choice(
-        [value + 1, value * torch.nan, value.half(), value.reshape(-1), value.new_zeros(0), value.double()]
+        [
+            value + 1,
+            value * torch.nan,
+            value.half(),
+            value.reshape(-1),
+            value.new_zeros(0),
+            value.double(),
+        ]
     )
     save_file({key: each.contiguous() for key, each in content.items()}, path)
 
@@ -133,14 +142,18 @@ def fuzz(seconds: float, seed: int, only: int | None = None) -> tuple[Counter[st
             outcome, finding = _round(base, bad, expected[kind], settings=name == CONFIG_NAME)
             outcomes[f"{damage.__name__}: {outcome}"] += 1
             if finding is not None:
-                findings.append(f"seed {seed} round {number} ({damage.__name__} of {name}, {kind}): {finding}")
+                findings.append(
+                    f"seed {seed} round {number} ({damage.__name__} of {name}, {kind}): {finding}"
+                )
                 base = build_base("llama")
             if only is not None:
                 break
     return outcomes, findings
 
 
-def _round(base: Any, folder: Path, expected: torch.Tensor, settings: bool) -> tuple[str, str | None]:
+def _round(
+    base: Any, folder: Path, expected: torch.Tensor, settings: bool
+) -> tuple[str, str | None]:
     """`settings`: the config was damaged, and may say something else that is valid, such as another budget."""
     start = time.monotonic()
     try:
@@ -167,10 +180,14 @@ def _round(base: Any, folder: Path, expected: torch.Tensor, settings: bool) -> t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--round", type=int, default=None, help="only this round, to repeat a finding")
+    parser.add_argument(
+        "--round", type=int, default=None, help="only this round, to repeat a finding"
+    )
     given = parser.parse_args()
     outcomes, findings = fuzz(given.seconds, given.seed, given.round)
     for name, count in sorted(outcomes.items()):

@@ -74,7 +74,9 @@ def refusal(act: Callable[[], object]) -> str:
 
 def push(folder: Path) -> dict[str, Any]:
     model = hf_depthroute.get_depth_routed_model(base(), CONFIG)
-    trainer, _ = make_trainer(model, rows(8), folder / "run", hub_model_id="me/by-trainer", hub_private_repo=True)
+    trainer, _ = make_trainer(
+        model, rows(8), folder / "run", hub_model_id="me/by-trainer", hub_private_repo=True
+    )
     trainer.train()
     batch = {"input_ids": tokens(8, 12, seed=3)}
     hf_depthroute.calibrate(model, [batch])
@@ -89,8 +91,12 @@ def push(folder: Path) -> dict[str, Any]:
     save_file(kept, folder / "logits.safetensors")
     trainer.push_to_hub(license="apache-2.0", dataset="someone/text")
     model.save_pretrained(folder / "adapter")
-    sent = cli("card", folder / "adapter", "--push-to", "me/by-command", "--private", "--license", "mit")
-    lora = peft.get_peft_model(base(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    sent = cli(
+        "card", folder / "adapter", "--push-to", "me/by-command", "--private", "--license", "mit"
+    )
+    lora = peft.get_peft_model(
+        base(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     lora.push_to_hub("me/lora")
     push_folder(folder / "adapter", "me/measured", results=[scores()])
     push_folder(folder / "adapter", "me/measured")  # nothing new: what was measured stays
@@ -127,7 +133,9 @@ def load(folder: Path) -> dict[str, Any]:
         "no base": refusal(lambda: load_base("me/absent")),
         "card": refusal(broken.validate) if asked else None,
         "repository": refusal(lambda: peft.PeftModel.from_pretrained(base(), "me/absent")),
-        "revision": refusal(lambda: peft.PeftModel.from_pretrained(base(), "me/router", revision="absent")),
+        "revision": refusal(
+            lambda: peft.PeftModel.from_pretrained(base(), "me/router", revision="absent")
+        ),
         "file": refusal(lambda: peft.PeftModel.from_pretrained(base(), BASE)),
         "gated": refusal(lambda: peft.PeftModel.from_pretrained(base(), "someone/gated")),
     }
@@ -159,7 +167,9 @@ def without(folder: Path) -> dict[str, Any]:
     def commands() -> dict[str, Any]:
         return {
             "absent": cli("generate", "--adapter", "me/never-downloaded", "--prompt", "the"),
-            "cached": cli("generate", "--adapter", "me/router", "--prompt", "the", "--max-new-tokens", 2),
+            "cached": cli(
+                "generate", "--adapter", "me/router", "--prompt", "the", "--max-new-tokens", 2
+            ),
             "push": cli("card", folder / "adapter", "--push-to", "me/router"),
             "python": {
                 "push": refusal(lambda: adapted.push_to_hub("me/router")),
@@ -174,7 +184,9 @@ def without(folder: Path) -> dict[str, Any]:
     dead["untouched"] = bool(torch.equal(logits(untouched), before)) and not routing
     constants.HF_HUB_OFFLINE = True
     offline = commands()
-    offline["same"] = bool(torch.equal(logits(peft.PeftModel.from_pretrained(base(), "me/router")), wanted))
+    offline["same"] = bool(
+        torch.equal(logits(peft.PeftModel.from_pretrained(base(), "me/router")), wanted)
+    )
     return {"dead": dead, "offline": offline}
 
 

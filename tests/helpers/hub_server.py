@@ -62,7 +62,13 @@ class HubServer:
 
     def environment(self, home: Path, token: str | None = TOKEN, **more: str) -> dict[str, str]:
         """Of a process that uses this Hub; what it caches goes to `home`."""
-        hidden = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TRANSFORMERS_OFFLINE")
+        hidden = (
+            "HF_HUB_OFFLINE",
+            "HF_DATASETS_OFFLINE",
+            "HF_TOKEN",
+            "HUGGING_FACE_HUB_TOKEN",
+            "TRANSFORMERS_OFFLINE",
+        )
         kept = {name: value for name, value in os.environ.items() if name not in hidden}
         kept |= {"HF_ENDPOINT": self.address, "NO_PROXY": "127.0.0.1", "HF_HOME": str(home)}
         kept |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -101,7 +107,9 @@ class _Handler(BaseHTTPRequestHandler):
         except Refused as refused:
             # As a proxy might: what was sent is repeated.
             message = f"{refused.message} {self.headers.get('Authorization', '')}"
-            self._send(refused.status, b"", {"X-Error-Code": refused.code, "X-Error-Message": message})
+            self._send(
+                refused.status, b"", {"X-Error-Code": refused.code, "X-Error-Message": message}
+            )
 
     def _chunks(self) -> bytes:
         parts = []
@@ -141,7 +149,9 @@ class _Handler(BaseHTTPRequestHandler):
             # The Hub does not tell strangers what exists.
             raise Refused(401 if user is None else 404, "RepoNotFound", "Repository not found")
         if found.gated and not write and not owner:
-            raise Refused(403 if user else 401, "GatedRepo", "Access to this repository is restricted")
+            raise Refused(
+                403 if user else 401, "GatedRepo", "Access to this repository is restricted"
+            )
         if write and user is None:
             raise Refused(401, "", "Unauthorized")
         if write and not owner:
@@ -157,7 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
     def whoami(self) -> None:
         if self._user() is None:
             raise Refused(401, "", "Unauthorized")
-        self._json({"type": "user", "name": USER, "orgs": [], "auth": {"accessToken": {"role": "write"}}})
+        self._json(
+            {"type": "user", "name": USER, "orgs": [], "auth": {"accessToken": {"role": "write"}}}
+        )
 
     def create(self) -> None:
         user, asked = self._user(), json.loads(self.body)
@@ -165,13 +177,17 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(401, "", "Unauthorized")
         owner = asked.get("organization") or user
         if owner != user:
-            raise Refused(403, "", "You don't have the rights to create a model under this namespace")
+            raise Refused(
+                403, "", "You don't have the rights to create a model under this namespace"
+            )
         name = f"{owner}/{asked['name']}"
         content = {"url": f"{self.hub.address}/{name}", "name": name}
         if name in self.hub.repositories:
             self._json({**content, "error": "You already created this model repo"}, 409)
             return
-        made = Repository(private=asked.get("visibility") == "private" or bool(asked.get("private")))
+        made = Repository(
+            private=asked.get("visibility") == "private" or bool(asked.get("private"))
+        )
         made.commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"})
         self.hub.repositories[name] = made
         self._json(content)
@@ -181,23 +197,40 @@ class _Handler(BaseHTTPRequestHandler):
         if branch in found.branches:
             self._json({"error": "Reference already exists"}, 409)
             return
-        found.branches[branch] = found.find(json.loads(self.body or b"{}").get("startingPoint") or "main")
+        found.branches[branch] = found.find(
+            json.loads(self.body or b"{}").get("startingPoint") or "main"
+        )
         self._json({})
 
     def info(self, repo: str, revision: str = "main") -> None:
         found = self._repository(repo)
         sha = found.find(revision)
         names = [{"rfilename": name} for name in found.commits[sha]]
-        self._json({"_id": "1", "id": repo, "modelId": repo, "sha": sha, "private": found.private, "siblings": names})
+        self._json(
+            {
+                "_id": "1",
+                "id": repo,
+                "modelId": repo,
+                "sha": sha,
+                "private": found.private,
+                "siblings": names,
+            }
+        )
 
     def tree(self, repo: str, revision: str, folder: str | None) -> None:
         found = self._repository(repo)
         rows = []
         for name, content in found.commits[found.find(revision)].items():
             if name.startswith((folder or "").strip("/")):
-                rows.append({"type": "file", "path": name, "size": len(content), "oid": git_oid(content)})
+                rows.append(
+                    {"type": "file", "path": name, "size": len(content), "oid": git_oid(content)}
+                )
                 if name.endswith(LFS):
-                    rows[-1]["lfs"] = {"oid": sha256(content), "size": len(content), "pointerSize": 130}
+                    rows[-1]["lfs"] = {
+                        "oid": sha256(content),
+                        "size": len(content),
+                        "pointerSize": 130,
+                    }
         if folder and not rows:
             raise Refused(404, "EntryNotFound", f"{folder} does not exist")
         self._json(rows)
@@ -210,7 +243,9 @@ class _Handler(BaseHTTPRequestHandler):
             large, content = file["path"].endswith(LFS), there.get(file["path"])
             oid = None if content is None else sha256(content) if large else git_oid(content)
             mode = "lfs" if large else "regular"
-            files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+            files.append(
+                {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
+            )
         self._json({"files": files})
 
     def lfs_batch(self, repo: str) -> None:
@@ -221,7 +256,9 @@ class _Handler(BaseHTTPRequestHandler):
                 "upload": {"href": f"{self.hub.address}/lfs/{wanted['oid']}"},
                 "verify": {"href": f"{self.hub.address}/{repo}.git/info/lfs/verify"},
             }
-            objects.append({**wanted, **({} if wanted["oid"] in self.hub.blobs else {"actions": actions})})
+            objects.append(
+                {**wanted, **({} if wanted["oid"] in self.hub.blobs else {"actions": actions})}
+            )
         self._json({"transfer": "basic", "objects": objects})
 
     def lfs_put(self, oid: str) -> None:
@@ -261,7 +298,11 @@ class _Handler(BaseHTTPRequestHandler):
         sha = found.find(revision)
         content = found.commits[sha].get(name)
         if content is None:
-            message = {"X-Repo-Commit": sha, "X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"}
+            message = {
+                "X-Repo-Commit": sha,
+                "X-Error-Code": "EntryNotFound",
+                "X-Error-Message": "Entry not found",
+            }
             self._send(404, b"", message)
             return
         etag = sha256(content) if name.endswith(LFS) else git_oid(content)

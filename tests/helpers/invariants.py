@@ -13,7 +13,18 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt2", "any")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "olmoe",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt2",
+    "any",
+)
 
 # number: (what holds, test file -> tests)
 INVARIANTS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
@@ -67,7 +78,9 @@ INVARIANTS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "test_decode_equals_prefill_with_a_gate_on_the_residual_stream",
                 "test_bfloat16_decode_flips_only_close_decisions",
             ),
-            "test_invariants_execution": ("test_static_cache_generates_what_the_dynamic_cache_does",),
+            "test_invariants_execution": (
+                "test_static_cache_generates_what_the_dynamic_cache_does",
+            ),
             "test_sequences": (
                 "test_continued_prompt_equals_a_run_with_the_prompts_decision",
                 "test_reordered_cropped_repeated_and_selected_caches_keep_the_decision",
@@ -81,7 +94,11 @@ INVARIANTS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     ),
     6: (
         "later tokens change nothing earlier",
-        {"test_invariants_causal": ("test_later_tokens_change_no_earlier_decision_and_no_earlier_logit",)},
+        {
+            "test_invariants_causal": (
+                "test_later_tokens_change_no_earlier_decision_and_no_earlier_logit",
+            )
+        },
     ),
     7: (
         "padding changes nothing and uses no budget",
@@ -203,7 +220,10 @@ INVARIANTS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "test_disabling_either_gives_the_base_and_budget_one_gives_lora_alone",
                 "test_what_cannot_work_is_refused",
             ),
-            "test_coexistence": ("test_lora_below_is_kept", "test_lora_on_top_reaches_routed_layers_and_can_be_merged"),
+            "test_coexistence": (
+                "test_lora_below_is_kept",
+                "test_lora_on_top_reaches_routed_layers_and_can_be_merged",
+            ),
         },
     ),
     19: (
@@ -221,7 +241,10 @@ INVARIANTS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "test_loading": ("test_every_loader_gives_the_same_model",),
             "test_injection": ("test_injection_on_the_meta_device_allocates_nothing",),
-            "test_coexistence": ("test_routing_works_over_offloaded_weights", "test_device_map_while_loading"),
+            "test_coexistence": (
+                "test_routing_works_over_offloaded_weights",
+                "test_device_map_while_loading",
+            ),
         },
     ),
     21: (
@@ -233,7 +256,11 @@ INVARIANTS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     ),
     22: (
         "a NaN row touches its own sequence only",
-        {"test_invariants_execution": ("test_bad_row_stays_in_its_own_sequence_and_is_never_selected",)},
+        {
+            "test_invariants_execution": (
+                "test_bad_row_stays_in_its_own_sequence_and_is_never_selected",
+            )
+        },
     ),
     23: (
         "ties go to the lowest index, and k is exact",
@@ -247,7 +274,12 @@ INVARIANTS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     ),
     24: (
         "length 0 and 1, a row of padding",
-        {"test_invariants_execution": ("test_one_token_and_all_padding_rows_run", "test_no_token_at_all_runs")},
+        {
+            "test_invariants_execution": (
+                "test_one_token_and_all_padding_rows_run",
+                "test_no_token_at_all_runs",
+            )
+        },
     ),
 }
 
@@ -273,7 +305,9 @@ def table(report: str) -> str:
                 passed[cell] += case.find("failure") is None and case.find("error") is None
     lines = [f"| # | invariant | {' | '.join(FAMILIES)} |", f"|---|---|{'---|' * len(FAMILIES)}"]
     for number, (what, _) in INVARIANTS.items():
-        cells = [f"{passed[number, f]}/{run[number, f]}" if run[number, f] else "" for f in FAMILIES]
+        cells = [
+            f"{passed[number, f]}/{run[number, f]}" if run[number, f] else "" for f in FAMILIES
+        ]
         lines.append(f"| {number} | {what} | {' | '.join(cells)} |")
     lines.append(f"\n{sum(passed.values())} of {sum(run.values())} cases passed.")
     return "\n".join(lines)

@@ -192,8 +192,20 @@ def overwrites(folder: Path, rounds: int) -> dict[str, Any]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             if at is not None:
                 dies("replace", at, out)
-            arguments = ("--model", base, "--dataset", text, "--out", out, "--overwrite", "--seed", seed)
-            assert command("train", *arguments, "--steps", 1, "--batch-size", 1, "--length", 16) == 0
+            arguments = (
+                "--model",
+                base,
+                "--dataset",
+                text,
+                "--out",
+                out,
+                "--overwrite",
+                "--seed",
+                seed,
+            )
+            assert (
+                command("train", *arguments, "--steps", 1, "--batch-size", 1, "--length", 16) == 0
+            )
 
         return os.waitstatus_to_exitcode(os.waitpid(child(run), 0)[1])
 
@@ -214,7 +226,11 @@ def overwrites(folder: Path, rounds: int) -> dict[str, Any]:
         ended = train(2, at)
         with contextlib.redirect_stdout(sys.stderr):
             doctor = command("doctor", out)
-        found[str(at)] = [names.get(weights(), "another"), doctor, (out / ".git" / "config").read_text()]
+        found[str(at)] = [
+            names.get(weights(), "another"),
+            doctor,
+            (out / ".git" / "config").read_text(),
+        ]
         if ended != -signal.SIGKILL:
             found["ended"] = ended
             break
@@ -225,4 +241,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     random.seed(0)
     place, *wanted = sys.argv[1:]
-    print(json.dumps({name: globals()[name](Path(place) / name, int(n)) for name, n in zip(wanted[::2], wanted[1::2])}))
+    print(
+        json.dumps(
+            {
+                name: globals()[name](Path(place) / name, int(n))
+                for name, n in zip(wanted[::2], wanted[1::2])
+            }
+        )
+    )

@@ -13,7 +13,9 @@ REAL = torch.tensor([[True, True, True, True], [False, True, True, False]])
 TAU = 2.0
 
 
-def made_trace(budget: float = 0.25, outcomes: bool = False, token_mask: torch.Tensor | None = REAL) -> RouteTrace:
+def made_trace(
+    budget: float = 0.25, outcomes: bool = False, token_mask: torch.Tensor | None = REAL
+) -> RouteTrace:
     """Random records for layers 1 and 3, with graph; padding holds values that would show in any mean."""
     generator = torch.Generator().manual_seed(0)
     trace = RouteTrace()
@@ -26,7 +28,9 @@ def made_trace(budget: float = 0.25, outcomes: bool = False, token_mask: torch.T
                 value = torch.randn(2, 4, 6, generator=generator)
                 extras[name] = value.requires_grad_(name.startswith("q"))
         mask = torch.rand(2, 4, generator=generator) < 0.5
-        trace[index] = RouteRecord(mask, scores, torch.sigmoid(scores / TAU), token_mask, budget, extras)
+        trace[index] = RouteRecord(
+            mask, scores, torch.sigmoid(scores / TAU), token_mask, budget, extras
+        )
     return trace
 
 

@@ -9,7 +9,9 @@ from typing import Any
 from hf_depthroute.parts.memory import EARLIER, MISSING
 
 
-def naive_suffixes(ids: list[int], order: int, real: list[bool], starts: list[bool]) -> list[list[int]]:
+def naive_suffixes(
+    ids: list[int], order: int, real: list[bool], starts: list[bool]
+) -> list[list[int]]:
     found = []
     for t in range(len(ids)):
         grams, inside = [ids[t] if real[t] else MISSING], real[t]
@@ -28,7 +30,11 @@ GENERATIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
     "static cache": {"cache_implementation": "static", "disable_compile": True},
-    "beams, static cache": {"num_beams": 3, "cache_implementation": "static", "disable_compile": True},
+    "beams, static cache": {
+        "num_beams": 3,
+        "cache_implementation": "static",
+        "disable_compile": True,
+    },
     "chunked prompt": {"prefill_chunk_size": 2},
 }
 

@@ -45,7 +45,17 @@ WIDTH = 32
 DEPTH = 4
 GATES = ("mlp", "jepa")
 # The families of the full tables; those of `EXTENDED` have a table of their own, test_family_table.py.
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "mistral", "olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt2")
+FAMILY_NAMES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "olmoe",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt2",
+)
 ATTENTIONS = ("sdpa", "eager")
 MOE_FAMILIES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe")
 
@@ -72,7 +82,9 @@ MEMORIES = [(family, "memory") for family in FAMILY_NAMES]
 COVERING = [
     (family, kind)
     for family, kind in MODELS
-    if kind == "mlp" or family in ("llama", "gpt2", "olmoe") or (family, kind) == ("qwen2_moe", "experts")
+    if kind == "mlp"
+    or family in ("llama", "gpt2", "olmoe")
+    or (family, kind) == ("qwen2_moe", "experts")
 ]
 
 _SIZES: dict[str, Any] = {
@@ -106,21 +118,35 @@ CONFIGS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "qwen2": (Qwen2ForCausalLM, lambda: Qwen2Config(**_SIZES)),
     "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**_SIZES, head_dim=8)),
     "mistral": (MistralForCausalLM, lambda: MistralConfig(**_SIZES, sliding_window=None)),
-    "olmoe": (OlmoeForCausalLM, lambda: OlmoeConfig(**_SIZES, num_experts=4, num_experts_per_tok=2)),
+    "olmoe": (
+        OlmoeForCausalLM,
+        lambda: OlmoeConfig(**_SIZES, num_experts=4, num_experts_per_tok=2),
+    ),
     "mixtral": (
         MixtralForCausalLM,
-        lambda: MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+        lambda: MixtralConfig(
+            **_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+        ),
     ),
     "qwen2_moe": (
         Qwen2MoeForCausalLM,
         lambda: Qwen2MoeConfig(
-            **_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=32
+            **_SIZES,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=32,
         ),
     ),
     "qwen3_moe": (
         Qwen3MoeForCausalLM,
         lambda: Qwen3MoeConfig(
-            **_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=8, norm_topk_prob=True
+            **_SIZES,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            head_dim=8,
+            norm_topk_prob=True,
         ),
     ),
     "gpt2": (GPT2LMHeadModel, lambda: GPT2Config(**_GPT2_SIZES)),
@@ -128,7 +154,12 @@ CONFIGS: dict[str, tuple[type[PreTrainedModel], Any]] = {
 
 _WINDOWS: dict[str, Any] = {"sliding_window": 4}
 _LAYER_TYPES = ["full_attention", "sliding_attention", "full_attention"]
-_FALCON: dict[str, Any] = {"alibi": False, "hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_hidden_size": 64}
+_FALCON: dict[str, Any] = {
+    "alibi": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "ffn_hidden_size": 64,
+}
 
 # Every other row of the family table, and the variants of a family that differ: the model type and what is special.
 EXTENDED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -162,19 +193,32 @@ EXTENDED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "gemma2",
         _WINDOWS
-        | {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": _LAYER_TYPES, "final_logit_softcapping": 5.0}
+        | {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "layer_types": _LAYER_TYPES,
+            "final_logit_softcapping": 5.0,
+        }
         | {"attn_logit_softcapping": 1.0},
     ),
     "gemma3": (
         "gemma3_text",
         _WINDOWS
-        | {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": _LAYER_TYPES, "final_logit_softcapping": 5.0},
+        | {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "layer_types": _LAYER_TYPES,
+            "final_logit_softcapping": 5.0,
+        },
     ),
     "glm": ("glm", {"head_dim": 8}),
     "glm4": ("glm4", {"head_dim": 8}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox_sequential": ("gpt_neox", {"use_parallel_residual": False}),
-    "granite": ("granite", {"residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.5}),
+    "granite": (
+        "granite",
+        {"residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.5},
+    ),
     "helium": ("helium", {"head_dim": 8}),
     "nemotron": ("nemotron", {}),
     "olmo": ("olmo", {"clip_qkv": 0.5}),
@@ -220,15 +264,27 @@ def randomised(model: Any, attention: str, dtype: torch.dtype, seed: int) -> Any
 
 
 def routed(
-    base: Any, kind: str = "mlp", budget: float = 0.5, adapter_name: str = "default", seed: int = 0, **fields: Any
+    base: Any,
+    kind: str = "mlp",
+    budget: float = 0.5,
+    adapter_name: str = "default",
+    seed: int = 0,
+    **fields: Any,
 ) -> PeftModel:
     """`base` with an adapter in eval mode: random branches, spread scores, thresholds of a real batch.
 
     A fresh adapter's branch adds nothing; here it adds noise, so that a wrong decision shows in the logits.
     """
-    defaults: dict[str, Any] = {"layers": [1, 2, 3], "context_dim": 16, "summary_dim": 8, "action_dim": 4}
+    defaults: dict[str, Any] = {
+        "layers": [1, 2, 3],
+        "context_dim": 16,
+        "summary_dim": 8,
+        "action_dim": 4,
+    }
     fields = defaults | KINDS.get(kind, {}) | fields
-    model = get_depth_routed_model(base, DepthRouteConfig(budget=budget, seed=seed, **fields), adapter_name)
+    model = get_depth_routed_model(
+        base, DepthRouteConfig(budget=budget, seed=seed, **fields), adapter_name
+    )
     make_consequential(model, adapter_name, seed)
     return model.eval()
 
@@ -267,7 +323,9 @@ def make_consequential(model: nn.Module, adapter_name: str = "default", seed: in
             fitted.depth_route_quantiles[adapter_name].set(quantile_table(scores))
             if adapter_name in fitted.depth_route_controller:
                 budget = fitted.config(adapter_name).budget
-                fitted.depth_route_controller[adapter_name].set(fitted.depth_route_quantiles[adapter_name](budget))
+                fitted.depth_route_controller[adapter_name].set(
+                    fitted.depth_route_quantiles[adapter_name](budget)
+                )
     model.train(training)
 
 
@@ -279,7 +337,9 @@ def _scores(model: nn.Module, routing: Routing) -> torch.Tensor:
     return scores[:, :1] if routing.active_config().granularity == "sequence" else scores
 
 
-def build_routed(family: str, kind: str = "mlp", attention: str = "sdpa", **fields: Any) -> PeftModel:
+def build_routed(
+    family: str, kind: str = "mlp", attention: str = "sdpa", **fields: Any
+) -> PeftModel:
     """A random model of `family` with a consequential adapter; both depend on nothing but the arguments."""
     return routed(build_base(family, attention), kind, **fields)
 

@@ -42,7 +42,9 @@ def assert_pinned(routed_gap: float, base_gap: float, rounding: float = PINNED_B
     `rounding` is the gap that the arithmetic alone may leave; in bfloat16, `bfloat16_rounding` of the logits.
     """
     bar = max(2 * base_gap, rounding)
-    assert routed_gap <= bar, f"pinned gap {routed_gap:.2e} is above {bar:.2e}; the base's own gap is {base_gap:.2e}"
+    assert routed_gap <= bar, (
+        f"pinned gap {routed_gap:.2e} is above {bar:.2e}; the base's own gap is {base_gap:.2e}"
+    )
 
 
 def bfloat16_rounding(logits: torch.Tensor) -> float:
@@ -90,7 +92,9 @@ def pinned_experts(model: PeftModel, batch: int) -> Iterator[None]:
     cursor: dict[int, int] = {}
 
     def hook(index: int) -> Any:
-        def repeat(router: Any, args: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        def repeat(
+            router: Any, args: Any, out: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, ...] | None:
             logits, weights, picked = out
             steps = picked.unflatten(0, (batch, -1))
             if index not in chosen:
@@ -108,8 +112,14 @@ def pinned_experts(model: PeftModel, batch: int) -> Iterator[None]:
 
     base = model.get_base_model()
     found = routers(base) if hasattr(base.config, "num_experts_per_tok") else {}
-    gathered = {h.layer_index for h in routings_of(model) if h.active_config().target in ("ffn", "block")}
-    handles = [router.register_forward_hook(hook(index)) for index, router in found.items() if index not in gathered]
+    gathered = {
+        h.layer_index for h in routings_of(model) if h.active_config().target in ("ffn", "block")
+    }
+    handles = [
+        router.register_forward_hook(hook(index))
+        for index, router in found.items()
+        if index not in gathered
+    ]
     try:
         yield
     finally:

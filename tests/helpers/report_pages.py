@@ -29,15 +29,24 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def fallback_tokenizer() -> PreTrainedTokenizerFast:
     """As Llama's: a word begins with a marked space, and a character outside of the vocabulary becomes its bytes."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh"]
-    tokenizer = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def planted_trace(tokens: int, budget: float, layers: tuple[int, ...] = LAYERS, seed: int = 0) -> RouteTrace:
+def planted_trace(
+    tokens: int, budget: float, layers: tuple[int, ...] = LAYERS, seed: int = 0
+) -> RouteTrace:
     """Normal scores `[1, T]`, and what a threshold at the budget's quantile makes of them."""
     generator = torch.Generator().manual_seed(seed)
     records = {}
@@ -45,34 +54,59 @@ def planted_trace(tokens: int, budget: float, layers: tuple[int, ...] = LAYERS, 
         scores = torch.randn(1, tokens, generator=generator)
         threshold = scores.quantile(1 - budget)
         mask = scores >= threshold
-        records[layer] = RouteRecord(mask, scores, torch.sigmoid(scores / 2), None, budget, threshold=threshold)
+        records[layer] = RouteRecord(
+            mask, scores, torch.sigmoid(scores / 2), None, budget, threshold=threshold
+        )
     return RouteTrace(records)
 
 
 def planted_report(
-    text: str = HOSTILE, layers: tuple[int, ...] = LAYERS, budgets: tuple[float, ...] = BUDGETS, repeat: int = 1
+    text: str = HOSTILE,
+    layers: tuple[int, ...] = LAYERS,
+    budgets: tuple[float, ...] = BUDGETS,
+    repeat: int = 1,
 ) -> tuple[RunReport, list[RouteTrace], PreTrainedTokenizerFast]:
     """A report on one text, the trace of each budget, and the tokenizer."""
     tokenizer = byte_tokenizer()
     ids = torch.tensor([tokenizer(text)["input_ids"] * repeat])
     logits = torch.randn(*ids.shape, 300, generator=torch.Generator().manual_seed(1))
-    traces = [planted_trace(ids.shape[1], budget, layers, seed) for seed, budget in enumerate(budgets)]
+    traces = [
+        planted_trace(ids.shape[1], budget, layers, seed) for seed, budget in enumerate(budgets)
+    ]
     losses = losses_by_position(logits, ids)[0]
     runs = [
-        run_data(trace, 0, tokenizer, ids[0].tolist(), loss=losses, dense_loss=losses, prompt_length=ids.shape[1] - 4)
+        run_data(
+            trace,
+            0,
+            tokenizer,
+            ids[0].tolist(),
+            loss=losses,
+            dense_loss=losses,
+            prompt_length=ids.shape[1] - 4,
+        )
         for trace in traces
     ]
 
     def layer_scores(record: RouteRecord) -> LayerScores:
         edges = torch.linspace(-3, 3, BINS + 1)
         full, skipped = (
-            torch.histogram(record.scores[chosen], edges).hist.int().tolist() for chosen in (record.mask, ~record.mask)
+            torch.histogram(record.scores[chosen], edges).hist.int().tolist()
+            for chosen in (record.mask, ~record.mask)
         )
         threshold = None if record.threshold is None else float(record.threshold)
-        return LayerScores(threshold, float(record.mask.float().mean()), edges.tolist(), full, skipped)
+        return LayerScores(
+            threshold, float(record.mask.float().mean()), edges.tolist(), full, skipped
+        )
 
     def row(budget: float, rule: str, loss: float, gap: float | None = None) -> dict:
-        return {"budget": budget, "rule": rule, "loss": loss, "perplexity": 9.0, "full_ratio": budget, "gap": gap}
+        return {
+            "budget": budget,
+            "rule": rule,
+            "loss": loss,
+            "perplexity": 9.0,
+            "full_ratio": budget,
+            "gap": gap,
+        }
 
     rows = [row(1.0, "dense", 2.0)]
     for budget in budgets:
@@ -91,11 +125,17 @@ def planted_report(
         rows=rows,
         budgets=list(budgets),
         follows_budget=True,
-        scores=[{layer: layer_scores(record) for layer, record in trace.items()} for trace in traces],
+        scores=[
+            {layer: layer_scores(record) for layer, record in trace.items()} for trace in traces
+        ],
         costs=[BudgetCost(100.0, 40.0, 60 * budget, 5.0, 55 - 60 * budget) for budget in budgets],
         cost_shape=(4, 64),
         tokens={"layers": list(traces[0]), "texts": [{"label": f"Label {ATTACK}", "runs": runs}]},
-        bench={"setting": {"batch": 4, "decode_batch": 1, "length": 64}, "prefill": part, "decode": part},
+        bench={
+            "setting": {"batch": 4, "decode_batch": 1, "length": 64},
+            "prefill": part,
+            "decode": part,
+        },
         notes=[f"A note {ATTACK}"],
     )
     return report, traces, tokenizer

@@ -31,7 +31,11 @@ ROUTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sequence": ("llama", "block", {"granularity": "sequence"}),
     "experts": ("olmoe", "experts", {}),
     "memory": ("llama", "memory", {}),
-    "branch_memory": ("llama", "mlp", {"branch": "memory", "memory_slots": 8192, "memory_width": 4}),
+    "branch_memory": (
+        "llama",
+        "mlp",
+        {"branch": "memory", "memory_slots": 8192, "memory_width": 4},
+    ),
 }
 
 
@@ -58,7 +62,11 @@ def recorded(model: Any, seed: int) -> tuple[torch.Tensor, ...]:
     """The decisions of the last step too, of every layer."""
     with record_routes(model) as trace:
         found = generated(model, seed)
-    return *found, *(record.mask for record in trace.values()), *(record.probs for record in trace.values())
+    return (
+        *found,
+        *(record.mask for record in trace.values()),
+        *(record.probs for record in trace.values()),
+    )
 
 
 @torch.no_grad()
@@ -90,8 +98,12 @@ def requests_of(model: Any) -> dict[str, Request]:
         "batch": lambda: generated(model, 3, rows=3),
         "full depth": under(lambda: full_depth(model), lambda: generated(model, 1)),
         "recorded": lambda: recorded(model, 4),
-        "masked": under(lambda: state_of(model).override(executor="masked"), lambda: generated(model, 1)),
-        "one layer": under(lambda: state_of(model).override(layers=frozenset({2})), lambda: generated(model, 1)),
+        "masked": under(
+            lambda: state_of(model).override(executor="masked"), lambda: generated(model, 1)
+        ),
+        "one layer": under(
+            lambda: state_of(model).override(layers=frozenset({2})), lambda: generated(model, 1)
+        ),
     }
     if config.granularity == "token" and config.target != "experts":
         made["replayed"] = lambda: replayed(model, 5)
@@ -101,7 +113,9 @@ def requests_of(model: Any) -> dict[str, Request]:
         made["everything"] = under(lambda: use_budget(model, 1.0), lambda: generated(model, 1))
     if config.target != "memory" and config.phases == "all" and config.granularity == "token":
         draft = draft_view(model)
-        made["lossless"] = lambda: (lossless_generate(model, tokens(1, 6, 7), draft=draft, max_new_tokens=8),)
+        made["lossless"] = lambda: (
+            lossless_generate(model, tokens(1, 6, 7), draft=draft, max_new_tokens=8),
+        )
     return made
 
 
@@ -111,12 +125,16 @@ def differs(found: tuple[torch.Tensor, ...], alone: tuple[torch.Tensor, ...]) ->
     if len(found) != len(alone) or any(a.shape != b.shape for a, b in pairs):
         return True
     return not all(
-        torch.allclose(a, b, atol=1e-4, rtol=1e-4, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)
+        torch.allclose(a, b, atol=1e-4, rtol=1e-4, equal_nan=True)
+        if a.is_floating_point()
+        else torch.equal(a, b)
         for a, b in pairs
     )
 
 
-def run_together(requests: Mapping[str, Request], alone: Mapping[str, tuple[torch.Tensor, ...]]) -> list[str]:
+def run_together(
+    requests: Mapping[str, Request], alone: Mapping[str, tuple[torch.Tensor, ...]]
+) -> list[str]:
     """Run the requests in threads that start at one moment; what went wrong, in words."""
     faults: list[str] = []
     gate = threading.Barrier(len(requests))

@@ -26,7 +26,8 @@ def counted_rows(model: PeftModel) -> Iterator[dict[str, dict[int, int]]]:
     base = model.get_base_model()
     routings = routings_of(model)
     counts: dict[str, dict[int, int]] = {
-        kind: {routing.layer_index: 0 for routing in routings} for kind in ("computed", "decided", "all")
+        kind: {routing.layer_index: 0 for routing in routings}
+        for kind in ("computed", "decided", "all")
     }
     handles = []
     modules = 1
@@ -34,7 +35,9 @@ def counted_rows(model: PeftModel) -> Iterator[dict[str, dict[int, int]]]:
         counters = _counted_modules(decoder_layers(model)[routing.layer_index], routing)
         modules = len(counters)
 
-        def count(_: nn.Module, inputs: tuple[torch.Tensor, ...], i: int = routing.layer_index) -> None:
+        def count(
+            _: nn.Module, inputs: tuple[torch.Tensor, ...], i: int = routing.layer_index
+        ) -> None:
             counts["computed"][i] += inputs[0].shape[:-1].numel()
 
         handles += [module.register_forward_pre_hook(count) for module in counters]

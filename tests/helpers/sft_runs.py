@@ -27,7 +27,9 @@ CHAT = (
 def token_data() -> Any:
     """Examples of different lengths, token ids already."""
     ids = tokens(len(LENGTHS), max(LENGTHS))
-    return datasets.Dataset.from_dict({"input_ids": [row[:n].tolist() for row, n in zip(ids, LENGTHS)]})
+    return datasets.Dataset.from_dict(
+        {"input_ids": [row[:n].tolist() for row, n in zip(ids, LENGTHS)]}
+    )
 
 
 def sft_arguments(folder: Path, **fields: Any) -> Any:
@@ -42,7 +44,13 @@ def sft_arguments(folder: Path, **fields: Any) -> Any:
 
 
 def sft(
-    folder: Path, data: Any, cls: Any = None, callbacks: Any = (), config: Any = None, model: Any = None, **fields: Any
+    folder: Path,
+    data: Any,
+    cls: Any = None,
+    callbacks: Any = (),
+    config: Any = None,
+    model: Any = None,
+    **fields: Any,
 ) -> Any:
     tokenizer = word_tokenizer()
     tokenizer.chat_template = CHAT

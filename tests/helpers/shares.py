@@ -9,7 +9,9 @@ from peft import PeftModel
 from hf_depthroute import record_routes
 
 
-def text_batches(count: int = 4, batch: int = 8, length: int = 16, seed: int = 7) -> list[dict[str, torch.Tensor]]:
+def text_batches(
+    count: int = 4, batch: int = 8, length: int = 16, seed: int = 7
+) -> list[dict[str, torch.Tensor]]:
     """Random batches; every row has its own amount of left padding, up to a third of its length."""
     batches = []
     for i in range(count):

@@ -25,7 +25,9 @@ REQUESTS = 200  # of one model, before the next
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -62,7 +64,9 @@ def _soak(name: str, end: float, seed: int, ran: Counter[str], faults: list[str]
                 return
             kind = rng.choice(list(requests))
             try:
-                fault = "another result than alone" if differs(requests[kind](), alone[kind]) else ""
+                fault = (
+                    "another result than alone" if differs(requests[kind](), alone[kind]) else ""
+                )
             except Exception as error:
                 fault = f"raised {type(error).__name__}: {error}"
             with lock:

@@ -43,7 +43,13 @@ def write_study(
     """
     words = ("label", "about", "adapter", "training", "joint")
     configs = [
-        {"name": name, "label": name.upper().replace("_", "-"), "about": "", "adapter": {}, "training": {}}
+        {
+            "name": name,
+            "label": name.upper().replace("_", "-"),
+            "about": "",
+            "adapter": {},
+            "training": {},
+        }
         | {key: value for key, value in metrics.items() if key in words}
         for name, metrics in plan.items()
     ]
@@ -67,22 +73,37 @@ def write_study(
             }
             done = steps // 2 if (name, seed) in missing else steps
             summary = summarize(name, seed, chosen, steps, thresholds, layers)
-            _write_lines(run / "metrics.jsonl", [_metrics_row(summary, step, steps) for step in range(1, done + 1)])
-            _write_lines(run / "eval.jsonl", [_eval_row(summary, s, steps) for s in range(0, done + 1, eval_every)])
+            _write_lines(
+                run / "metrics.jsonl",
+                [_metrics_row(summary, step, steps) for step in range(1, done + 1)],
+            )
+            _write_lines(
+                run / "eval.jsonl",
+                [_eval_row(summary, s, steps) for s in range(0, done + 1, eval_every)],
+            )
             if (name, seed) not in missing:
                 (run / "summary.json").write_text(json.dumps(summary))
     return folder
 
 
 def summarize(
-    name: str, seed: int, chosen: Mapping[str, Any], steps: int, thresholds: Sequence[float], layers: Sequence[str]
+    name: str,
+    seed: int,
+    chosen: Mapping[str, Any],
+    steps: int,
+    thresholds: Sequence[float],
+    layers: Sequence[str],
 ) -> dict[str, Any]:
     layer = {
         "gate_prob": 0.5, "full_ratio": 0.5, "score_var": 0.1, "q_distance": None, "q_cosine": None,
         "oracle_auc": 0.55, "oracle_auc_all_full": 0.56,
         "fork_bias": {"correlation": 0.9, "sign_agreement": 0.8, "mean_layer_wide": 0.02, "mean_exact": 0.01},
     }  # fmt: skip
-    layer |= {key.removeprefix("layers/"): value for key, value in chosen.items() if key.startswith("layers/")}
+    layer |= {
+        key.removeprefix("layers/"): value
+        for key, value in chosen.items()
+        if key.startswith("layers/")
+    }
     endpoint = chosen.get("endpoint", 3.0)
     summary = {
         "config": name, "seed": seed, "fingerprint": "f", "steps": steps, "dense_loss": 2.9,
@@ -93,14 +114,18 @@ def summarize(
         "frequent_loss": 2.0, "rare_loss": 5.0, "train_seconds": 100.0, "step_seconds_median": 0.2,
         "trainable_parameters": 1234, "cost": {"inference_ffn_ratio": 0.547, "training_ffn_ratio": 1.054},
     }  # fmt: skip
-    cost = {key.removeprefix("cost/"): value for key, value in chosen.items() if key.startswith("cost/")}
+    cost = {
+        key.removeprefix("cost/"): value for key, value in chosen.items() if key.startswith("cost/")
+    }
     summary["cost"] = {**summary["cost"], **cost}
     return summary | {key: value for key, value in chosen.items() if "/" not in key}
 
 
 def _metrics_row(summary: Mapping[str, Any], step: int, steps: int) -> dict[str, Any]:
     noise = 1 + 0.3 * math.sin(step * 1.7 + summary["seed"])
-    probability = 0.5 + (summary["layers"][next(iter(summary["layers"]))]["gate_prob"] - 0.5) * step / steps
+    probability = (
+        0.5 + (summary["layers"][next(iter(summary["layers"]))]["gate_prob"] - 0.5) * step / steps
+    )
     return {
         "step": step, "loss": 4.0, "loss_lm": _loss(summary, step, steps) * noise, "learning_rate": 1e-3,
         "grad_norm": summary["grad_norm_mean"] * noise, "seconds": 0.2,

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for folder in sorted(path for path in Path(sys.argv[1]).iterdir() if (path / "adapter").is_dir()):
+    for folder in sorted(
+        path for path in Path(sys.argv[1]).iterdir() if (path / "adapter").is_dir()
+    ):
         base = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32)
         model = PeftModel.from_pretrained(base, folder / "adapter").eval()
         with torch.no_grad():

@@ -31,12 +31,18 @@ _WORDS = [
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """One token a word, no token added; ids below the tiny models' vocabulary."""
-    vocabulary = {word: index for index, word in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *_WORDS])}
+    vocabulary = {
+        word: index for index, word in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *_WORDS])
+    }
     assert len(vocabulary) <= VOCABULARY
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
     )
 
 
@@ -50,7 +56,8 @@ def save_base(folder: Path, family: str = "llama") -> Path:
 def write_text(path: Path, lines: int = 60) -> Path:
     """A text file of `lines` sentences over the tokenizer's words."""
     sentences = (
-        " ".join(_WORDS[(7 * line + 3 * word) % len(_WORDS)] for word in range(12 + line % 5)) for line in range(lines)
+        " ".join(_WORDS[(7 * line + 3 * word) % len(_WORDS)] for word in range(12 + line % 5))
+        for line in range(lines)
     )
     path.write_text("\n".join(sentences))
     return path

@@ -23,7 +23,11 @@ def rows(count: int, length: int = 12, padding: tuple[int, ...] = (0,), seed: in
     ids, result = tokens(count, length, seed), []
     for i in range(count):
         real = torch.arange(length) < length - padding[i % len(padding)]
-        row = {"input_ids": ids[i] * real, "attention_mask": real.long(), "labels": torch.where(real, ids[i], -100)}
+        row = {
+            "input_ids": ids[i] * real,
+            "attention_mask": real.long(),
+            "labels": torch.where(real, ids[i], -100),
+        }
         result.append(row)
     return result
 
@@ -37,7 +41,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def backward(model: nn.Module, batch: Row, **kwargs: Any) -> tuple[dict[str, torch.Tensor], RouteTrace]:
+def backward(
+    model: nn.Module, batch: Row, **kwargs: Any
+) -> tuple[dict[str, torch.Tensor], RouteTrace]:
     """The loss terms and the trace of one batch, after the backward pass of their sum."""
     with record_routes(model) as trace:
         lm = model(**batch).loss
@@ -75,12 +81,18 @@ def training_arguments(folder: Path, **fields: Any) -> DepthRouteTrainingArgumen
 
 
 def make_trainer(
-    model: nn.Module, examples: list[Row], folder: Path, cls: type[Trainer] = DepthRouteTrainer, **fields: Any
+    model: nn.Module,
+    examples: list[Row],
+    folder: Path,
+    cls: type[Trainer] = DepthRouteTrainer,
+    **fields: Any,
 ) -> tuple[Any, KeepGradients]:
     kept = KeepGradients()
     evaluation = fields.pop("eval_dataset", None)
     arguments = training_arguments(folder, **fields)
-    trainer = cls(model, arguments, train_dataset=examples, eval_dataset=evaluation, callbacks=[kept])
+    trainer = cls(
+        model, arguments, train_dataset=examples, eval_dataset=evaluation, callbacks=[kept]
+    )
     return trainer, kept
 
 
@@ -98,11 +110,15 @@ def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_same_tensors(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
+def assert_same_tensors(
+    one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], tolerance: float = 0.0
+) -> None:
     """Equal keys and values; bit for bit unless a tolerance, relative to each tensor's largest value, is given."""
     assert one.keys() == two.keys() and one
     for name, value in one.items():
         if tolerance == 0.0:
             assert torch.equal(value, two[name]), name
         else:
-            assert (value - two[name]).abs().max() <= tolerance * max(1.0, value.abs().max().item()), name
+            assert (value - two[name]).abs().max() <= tolerance * max(
+                1.0, value.abs().max().item()
+            ), name

@@ -54,11 +54,21 @@ def serve(engine: dict[str, Any]) -> dict[str, Any]:
 
     from hf_depthroute.vllm.settings import BUDGET, Settings
 
-    options = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "block_size": 32} | engine["options"]
+    options = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "block_size": 32,
+    } | engine["options"]
     options["hf_overrides"] = Settings(**engine["adapter"]).hf_overrides
     llm = LLM(engine["model"], skip_tokenizer_init=True, **options)
     llm.apply_model(watch)
-    how = {"temperature": 0.0, "max_tokens": engine["new_tokens"], "ignore_eos": True, "detokenize": False}
+    how = {
+        "temperature": 0.0,
+        "max_tokens": engine["new_tokens"],
+        "ignore_eos": True,
+        "detokenize": False,
+    }
     budgets = {tuple(prompt): budget for prompt, budget in engine.get("budgets", [])}
 
     def greedy(prompt: list[int]) -> SamplingParams:
@@ -78,7 +88,12 @@ def serve(engine: dict[str, Any]) -> dict[str, Any]:
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
-    return {"tokens": tokens, "cached": cached, "entered": [s[0] for s in seen], "counted": [s[1] for s in seen]}
+    return {
+        "tokens": tokens,
+        "cached": cached,
+        "entered": [s[0] for s in seen],
+        "counted": [s[1] for s in seen],
+    }
 
 
 if __name__ == "__main__":

@@ -35,7 +35,15 @@ def main(folder: Path) -> None:
     PartialState.set_device = _cpu  # type: ignore[method-assign]
     run_recipe(folder, folder / "zero3", "--accumulate", "1", cpu=False)
     checkpoint = folder / "zero3" / "checkpoints" / "step-2"
-    run_recipe(folder, folder / "zero3-resumed", "--accumulate", "1", "--resume", str(checkpoint), cpu=False)
+    run_recipe(
+        folder,
+        folder / "zero3-resumed",
+        "--accumulate",
+        "1",
+        "--resume",
+        str(checkpoint),
+        cpu=False,
+    )
 
 
 if __name__ == "__main__":

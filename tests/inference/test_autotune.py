@@ -53,18 +53,25 @@ def test_where_the_gate_costs_more_than_it_saves_the_base_runs(model: PeftModel)
     assert set(trace.full_ratio().values()) == {1.0}
 
 
-def test_steps_that_skip_count_beside_those_that_do_not(model: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_skip_count_beside_those_that_do_not(
+    model: PeftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A layer that skips one token of four: its median step is a full one with a gate in front."""
 
     def timed(model: Any, layers: Any, *rest: Any) -> Any:
         full = routings_of(model)[0].state.settings.executor == "full"
         for seconds in [1.0] * 4 if full else [1.1, 1.1, 1.1, 0.2]:
             yield from (("decode", routing.layer_index, seconds) for routing in routings_of(model))
-        yield from (("prefill", routing.layer_index, 1.0 if full else 2.0) for routing in routings_of(model))
+        yield from (
+            ("prefill", routing.layer_index, 1.0 if full else 2.0) for routing in routings_of(model)
+        )
 
     monkeypatch.setattr(autotune, "_timed", timed)
     choices = tune_execution(model, tokens(1, 8), repeats=2)
-    assert {(choice.step, choice.executor) for choice in choices} == {("decode", "gathered"), ("prefill", "full")}
+    assert {(choice.step, choice.executor) for choice in choices} == {
+        ("decode", "gathered"),
+        ("prefill", "full"),
+    }
     assert {round(choice.milliseconds["gathered"]) for choice in choices} == {875, 2000}
 
 
@@ -102,7 +109,9 @@ def test_another_adapter_runs_as_before(model: PeftModel) -> None:
     own = logits(model, ids)
     for routing in routings_of(model):
         routing.depth_route_gate["default"].register_forward_pre_hook(slow(0.001))
-    assert {choice.executor for choice in tune_execution(model, ids, steps=0, repeats=1)} == {"full"}
+    assert {choice.executor for choice in tune_execution(model, ids, steps=0, repeats=1)} == {
+        "full"
+    }
     model.set_adapter("b")
     assert torch.equal(logits(model, ids), before)
     tune_execution(model, ids, steps=0, repeats=1, keep_decisions=True)

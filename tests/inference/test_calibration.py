@@ -16,13 +16,25 @@ from shares import run_ratio, text_batches
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
-from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, replay_routes, set_budget
+from hf_depthroute import (
+    DepthRouteConfig,
+    calibrate,
+    get_depth_routed_model,
+    record_routes,
+    replay_routes,
+    set_budget,
+)
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import model_inputs
 from hf_depthroute.inference.calibration import calibrate_budgets, is_calibrated
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.state import RunSettings
-from hf_depthroute.routing.thresholds import TABLE_SIZE, ScoreQuantiles, quantile_table, threshold_table
+from hf_depthroute.routing.thresholds import (
+    TABLE_SIZE,
+    ScoreQuantiles,
+    quantile_table,
+    threshold_table,
+)
 from hf_depthroute.routing.trace import RouteTrace
 
 BUDGETS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -30,7 +42,9 @@ LEVELS = torch.linspace(0, 1, TABLE_SIZE)
 
 
 def tables(model: PeftModel) -> list[torch.Tensor]:
-    return [routing.depth_route_quantiles["default"].values.clone() for routing in routings_of(model)]
+    return [
+        routing.depth_route_quantiles["default"].values.clone() for routing in routings_of(model)
+    ]
 
 
 # --- the quantile function ---------------------------------------------------------------------------------------
@@ -39,7 +53,9 @@ def tables(model: PeftModel) -> list[torch.Tensor]:
 @pytest.mark.parametrize("size", [1, 2, 3, 37, 200, 201, 1000])
 def test_quantile_table_equals_torch_quantile(size: int) -> None:
     scores = torch.randn(size, generator=torch.Generator().manual_seed(size))
-    torch.testing.assert_close(quantile_table(scores), torch.quantile(scores, LEVELS), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        quantile_table(scores), torch.quantile(scores, LEVELS), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_quantile_table_looks_at_the_kept_entries_only() -> None:
@@ -51,7 +67,9 @@ def test_quantile_table_looks_at_the_kept_entries_only() -> None:
 
 def test_quantile_table_leaves_nan_scores_out() -> None:
     scores = torch.tensor([3.0, math.nan, 1.0, 2.0, math.nan])
-    torch.testing.assert_close(quantile_table(scores), torch.quantile(torch.tensor([1.0, 2.0, 3.0]), LEVELS))
+    torch.testing.assert_close(
+        quantile_table(scores), torch.quantile(torch.tensor([1.0, 2.0, 3.0]), LEVELS)
+    )
 
 
 def test_quantile_table_of_nothing_is_nan() -> None:
@@ -112,7 +130,9 @@ def test_no_threshold_to_decide_by_stands_in_a_group_of_like_scores(jitter: floa
     for budget in (0.05, *BUDGETS, 0.95):
         chosen = first >= quantiles(budget)
         assert torch.equal(chosen, second >= quantiles(budget))
-        assert chosen.float().mean().item() == pytest.approx(budget, abs=0.16 if budget == 0.05 else 0.11)
+        assert chosen.float().mean().item() == pytest.approx(
+            budget, abs=0.16 if budget == 0.05 else 0.11
+        )
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 48])
@@ -141,14 +161,19 @@ def test_tracking_starts_at_the_first_batch() -> None:
 
 
 def test_tracking_is_a_plain_mean_at_first_and_an_exponential_average_later() -> None:
-    quantiles, batches = ScoreQuantiles(2.0), torch.randn(40, TABLE_SIZE, generator=torch.Generator().manual_seed(0))
+    quantiles, batches = (
+        ScoreQuantiles(2.0),
+        torch.randn(40, TABLE_SIZE, generator=torch.Generator().manual_seed(0)),
+    )
     expected = torch.zeros(TABLE_SIZE)
     for i, table in enumerate(batches):
         weight = max(1 / (i + 1), 0.1)
         expected = (1 - weight) * expected + weight * table
         quantiles.track(table, decay=0.9)
         if i < 10:
-            torch.testing.assert_close(quantiles.values, batches[: i + 1].mean(0), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                quantiles.values, batches[: i + 1].mean(0), atol=1e-6, rtol=1e-5
+            )
     torch.testing.assert_close(quantiles.values, expected, atol=1e-6, rtol=1e-5)
     assert quantiles.updates == 40
 
@@ -186,7 +211,9 @@ def test_calibrate_hits_the_budget_on_its_own_data(budget: float, gate: str) -> 
 def test_calibrate_works_on_other_families(family: str) -> None:
     model, batches = build_routed(family), text_batches()
     calibrate(model, batches, 0.3)
-    assert all(ratio == pytest.approx(0.3, abs=0.02) for ratio in run_ratio(model, batches).values())
+    assert all(
+        ratio == pytest.approx(0.3, abs=0.02) for ratio in run_ratio(model, batches).values()
+    )
 
 
 def test_calibrate_fits_the_stream_of_inference_and_not_of_top_k() -> None:
@@ -220,7 +247,9 @@ def test_calibrate_keeps_the_adapters_budget_when_none_is_given() -> None:
     model, batches = build_routed("llama", budget=0.3), text_batches()
     calibrate(model, batches)
     assert model.peft_config["default"].budget == 0.3
-    assert all(ratio == pytest.approx(0.3, abs=0.02) for ratio in run_ratio(model, batches).values())
+    assert all(
+        ratio == pytest.approx(0.3, abs=0.02) for ratio in run_ratio(model, batches).values()
+    )
 
 
 def test_calibrate_at_budget_one_runs_everything_full() -> None:
@@ -230,10 +259,15 @@ def test_calibrate_at_budget_one_runs_everything_full() -> None:
 
 
 def test_calibrate_ignores_padding() -> None:
-    short = {"input_ids": tokens(8, 10, seed=1), "attention_mask": torch.ones(8, 10, dtype=torch.long)}
+    short = {
+        "input_ids": tokens(8, 10, seed=1),
+        "attention_mask": torch.ones(8, 10, dtype=torch.long),
+    }
     longer = {
         "input_ids": torch.cat([torch.zeros(8, 5, dtype=torch.long), short["input_ids"]], dim=1),
-        "attention_mask": torch.cat([torch.zeros(8, 5, dtype=torch.long), short["attention_mask"]], dim=1),
+        "attention_mask": torch.cat(
+            [torch.zeros(8, 5, dtype=torch.long), short["attention_mask"]], dim=1
+        ),
     }
     one, two = build_routed("llama"), build_routed("llama")
     calibrate(one, [short], 0.4)
@@ -244,7 +278,10 @@ def test_calibrate_ignores_padding() -> None:
 
 @pytest.mark.parametrize("kind", ["generator", "lists", "without mask", "with labels"])
 def test_calibrate_takes_any_iterable_of_dicts(kind: str) -> None:
-    plain = [{"input_ids": tokens(4, 8, seed=i), "attention_mask": torch.ones(4, 8, dtype=torch.long)} for i in (0, 1)]
+    plain = [
+        {"input_ids": tokens(4, 8, seed=i), "attention_mask": torch.ones(4, 8, dtype=torch.long)}
+        for i in (0, 1)
+    ]
 
     def batches() -> Iterator[dict[str, object]]:
         for batch in plain:
@@ -352,7 +389,9 @@ def ragged() -> list[list[int]]:
     return [row[:n].tolist() for row, n in zip(tokens(4, 8), LENGTHS)]
 
 
-@pytest.mark.parametrize("kind", ["rows", "ragged", "one dict", "encoding", "rows of tensors", "dataset"])
+@pytest.mark.parametrize(
+    "kind", ["rows", "ragged", "one dict", "encoding", "rows of tensors", "dataset"]
+)
 def test_calibrate_takes_text_as_people_have_it(kind: str) -> None:
     mask = (torch.arange(8) < torch.tensor(LENGTHS)[:, None]).long()
     padded = {"input_ids": tokens(4, 8) * mask, "attention_mask": mask}
@@ -360,11 +399,16 @@ def test_calibrate_takes_text_as_people_have_it(kind: str) -> None:
     if kind == "rows":
         given = [{"input_ids": row} for row in ragged()]
     elif kind == "rows of tensors":
-        given = ({"input_ids": torch.tensor(row), "attention_mask": torch.ones(len(row))} for row in ragged())
+        given = (
+            {"input_ids": torch.tensor(row), "attention_mask": torch.ones(len(row))}
+            for row in ragged()
+        )
     elif kind == "ragged":
         given = [{"input_ids": ragged()}]
     elif kind == "dataset":
-        given = pytest.importorskip("datasets").Dataset.from_dict({"input_ids": ragged(), "text": ["x"] * 4})
+        given = pytest.importorskip("datasets").Dataset.from_dict(
+            {"input_ids": ragged(), "text": ["x"] * 4}
+        )
     else:
         given = padded if kind == "one dict" else BatchEncoding(padded)
     expected, model = build_routed("llama"), build_routed("llama")
@@ -380,7 +424,9 @@ def test_calibrate_reads_the_documents_of_a_packed_row_apart() -> None:
     # No top-k, which is by row.
     packed, apart = (build_routed("llama", budget_scope="global") for _ in range(2))
     shares = calibrate(packed, [{"input_ids": ids, "position_ids": positions}], 0.4)
-    assert shares == pytest.approx(calibrate(apart, [{"input_ids": [row]} for row in documents], 0.4))
+    assert shares == pytest.approx(
+        calibrate(apart, [{"input_ids": [row]} for row in documents], 0.4)
+    )
     for a, b in zip(tables(packed), tables(apart), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -395,7 +441,10 @@ def test_one_row_of_positions_stands_for_all_rows() -> None:
 @pytest.mark.parametrize(
     "batches, message",
     [
-        (DataLoader([{"input_ids": row.tolist()} for row in tokens(4, 8)], batch_size=2), "with_format"),
+        (
+            DataLoader([{"input_ids": row.tolist()} for row in tokens(4, 8)], batch_size=2),
+            "with_format",
+        ),
         ([{"text": "the cat"}], "batch 0 holds no input_ids, but text"),
         (["the cat"], "batch 0 holds no input_ids, but str"),
         (tokens(2, 8), "batch 0 holds no input_ids, but Tensor"),
@@ -437,12 +486,19 @@ def test_calibrate_goes_on_past_one_batch_of_padding() -> None:
     assert calibrate(model, [padding, *batches], 0.4) == calibrate(model, batches, 0.4)
 
 
-@pytest.mark.parametrize("action", [lambda m: calibrate(m, text_batches(1)), lambda m: set_budget(m, 0.5)])
-def test_a_model_without_an_active_routed_adapter_is_refused(action: Callable[[object], object]) -> None:
+@pytest.mark.parametrize(
+    "action", [lambda m: calibrate(m, text_batches(1)), lambda m: set_budget(m, 0.5)]
+)
+def test_a_model_without_an_active_routed_adapter_is_refused(
+    action: Callable[[object], object],
+) -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM has no routed layer"):
         action(build_base("llama"))
     model = build_routed("llama")
-    with model.disable_adapter(), pytest.raises(ValueError, match="no depth-routed adapter is active"):
+    with (
+        model.disable_adapter(),
+        pytest.raises(ValueError, match="no depth-routed adapter is active"),
+    ):
         action(model)
 
 
@@ -455,7 +511,9 @@ def test_calibrate_refuses_an_adapter_with_a_fixed_threshold(budget: float | Non
     assert all(torch.equal(a, b) for a, b in zip(before, tables(model), strict=True))
 
 
-@pytest.mark.parametrize("fields", [{"gate": "linear"}, {"gate": "halting", "target": "block", "branch": "none"}])
+@pytest.mark.parametrize(
+    "fields", [{"gate": "linear"}, {"gate": "halting", "target": "block", "branch": "none"}]
+)
 def test_gates_with_a_threshold_of_their_own_follow_the_budget_when_asked_to(
     fields: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -507,7 +565,9 @@ def test_the_adapters_own_threshold_stays_where_its_budget_is_between_two_entrie
     calibrate(model, text_batches(), own)
     before = [float(routing.active_quantiles()(own)) for routing in routings_of(model)]
     calibrate_budgets(model, text_batches(), [0.2, 0.47, 0.8])
-    assert [float(routing.active_quantiles()(own)) for routing in routings_of(model)] == pytest.approx(before, abs=1e-5)
+    assert [
+        float(routing.active_quantiles()(own)) for routing in routings_of(model)
+    ] == pytest.approx(before, abs=1e-5)
     assert all(bool((table[1:] >= table[:-1]).all()) for table in tables(model))
 
 
@@ -518,9 +578,13 @@ def test_a_controllers_other_budgets_are_measured_at_each_of_them() -> None:
     without = copy.deepcopy(model)
     for routing in routings_of(without):
         del routing.depth_route_controller["default"]
-    thresholds = [float(routing.depth_route_controller["default"].threshold) for routing in routings_of(model)]
+    thresholds = [
+        float(routing.depth_route_controller["default"].threshold) for routing in routings_of(model)
+    ]
     for each in (model, without):
         calibrate_budgets(each, text_batches(), [0.2, 0.8])
     for routing, other in zip(routings_of(model), routings_of(without)):
         assert torch.equal(routing.active_quantiles().values, other.active_quantiles().values)
-    assert [float(routing.depth_route_controller["default"].threshold) for routing in routings_of(model)] == thresholds
+    assert [
+        float(routing.depth_route_controller["default"].threshold) for routing in routings_of(model)
+    ] == thresholds

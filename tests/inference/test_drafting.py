@@ -14,7 +14,17 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload
-from models import COVERING, DEPTH, VOCABULARY, build_base, build_routed, decoder_layers, logits, routed, tokens
+from models import (
+    COVERING,
+    DEPTH,
+    VOCABULARY,
+    build_base,
+    build_routed,
+    decoder_layers,
+    logits,
+    routed,
+    tokens,
+)
 from speed.draft_search import search_draft
 from text_models import save_base
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -35,7 +45,9 @@ def full_output(model: Any, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
         return model.generate(ids, **GREEDY | settings)
 
 
-def drafted_output(model: Any, ids: torch.Tensor, draft: Any, **settings: Any) -> tuple[torch.Tensor, DraftCounter]:
+def drafted_output(
+    model: Any, ids: torch.Tensor, draft: Any, **settings: Any
+) -> tuple[torch.Tensor, DraftCounter]:
     counter = DraftCounter()
     return lossless_generate(model, ids, draft=draft, counter=counter, **GREEDY | settings), counter
 
@@ -54,7 +66,9 @@ def test_greedy_output_is_the_full_models(family: str, kind: str) -> None:
     # The routed model writes something else.
     assert not torch.equal(model.generate(ids, **GREEDY), wanted)
     for drop in ([], [1]):
-        found, counter = drafted_output(model, ids, draft_view(model, budget=0.5, drop=drop, num_tokens=3))
+        found, counter = drafted_output(
+            model, ids, draft_view(model, budget=0.5, drop=drop, num_tokens=3)
+        )
         assert torch.equal(found, wanted)
         assert counter.new_tokens == 20
         # The draft was wrong at times.
@@ -90,7 +104,13 @@ def test_other_kinds_of_routing_draft_too(fields: dict[str, Any]) -> None:
 
 
 def test_static_experts_keep_their_layers_lists_when_a_block_is_left_out() -> None:
-    model = routed(build_base("olmoe"), "experts", gate="none", layers=[1, 2, 3], dropped_experts=[[0], [1, 2], [3]])
+    model = routed(
+        build_base("olmoe"),
+        "experts",
+        gate="none",
+        layers=[1, 2, 3],
+        dropped_experts=[[0], [1, 2], [3]],
+    )
     draft = draft_view(model, drop=[0, 2])
     (config,) = {id(h.active_config()): h.active_config() for h in routings_of(draft)}.values()
     assert (config.layers, config.dropped_experts) == ([0, 1], [[0], [3]])
@@ -98,7 +118,9 @@ def test_static_experts_keep_their_layers_lists_when_a_block_is_left_out() -> No
     assert torch.equal(drafted_output(model, ids, draft)[0], full_output(model, ids))
 
 
-@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}], ids=str
+)
 def test_logits_processors_hold(settings: dict[str, Any]) -> None:
     model, ids = build_routed("gpt2"), tokens(1, 6, seed=3)
     wanted = full_output(model, ids, **settings)
@@ -124,15 +146,29 @@ def test_a_padded_prompt_gives_the_same_text() -> None:
     wanted = full_output(model, ids)[:, 6:]
     padded = torch.cat([torch.zeros(1, 3, dtype=ids.dtype), ids], dim=1)
     mask = (torch.arange(9) >= 3).long()[None]
-    found, _ = drafted_output(model, padded, draft_view(model, 0.75), attention_mask=mask, pad_token_id=0)
+    found, _ = drafted_output(
+        model, padded, draft_view(model, 0.75), attention_mask=mask, pad_token_id=0
+    )
     assert torch.equal(found[:, 9:], wanted)
 
 
 def test_sliding_windows_and_dropped_blocks_of_both_kinds() -> None:
     kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
-    config = Qwen2Config(**sizes, **heads, layer_types=kinds, use_sliding_window=True, sliding_window=8)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = Qwen2Config(
+        **sizes, **heads, layer_types=kinds, use_sliding_window=True, sliding_window=8
+    )
     model, ids = routed(Qwen2ForCausalLM(config).eval()), tokens(1, 6, seed=3)
     wanted = full_output(model, ids)
     for drop, left in (([0], kinds[1:]), ([1, 2], ["full_attention", "sliding_attention"])):
@@ -161,7 +197,10 @@ def test_sampling_keeps_the_full_models_distribution() -> None:
     with full_depth(model):
         wanted = distribution(model)
     count = 400
-    drawn = [drafted_output(model, ids, draft, max_new_tokens=2, **settings)[0][0, 4] for _ in range(count)]
+    drawn = [
+        drafted_output(model, ids, draft, max_new_tokens=2, **settings)[0][0, 4]
+        for _ in range(count)
+    ]
     found = torch.bincount(torch.stack(drawn), minlength=VOCABULARY) / count
 
     def distance(p: torch.Tensor, q: torch.Tensor) -> float:
@@ -261,7 +300,10 @@ def test_a_view_of_an_offloaded_model_reads_the_same_weights() -> None:
     cpu_offload(base, execution_device=torch.device("cpu"))
     model = routed(base)
     draft = draft_view(model, drop=[1])
-    mine, its = (m.get_submodule("model.layers.0.mlp.up_proj")._hf_hook for m in (draft, model.get_base_model()))
+    mine, its = (
+        m.get_submodule("model.layers.0.mlp.up_proj")._hf_hook
+        for m in (draft, model.get_base_model())
+    )
     assert mine is not its and mine.weights_map is its.weights_map
     assert torch.equal(logits(draft), expected)
 
@@ -328,7 +370,9 @@ class SlowDraft:
 
 def test_a_draft_ends_behind_a_token_it_is_not_sure_of() -> None:
     model, ids = build_routed("llama"), tokens(1, 6, seed=3)
-    found, counter = drafted_output(model, ids, draft_view(model, 0.75, num_tokens=8, confidence=0.999))
+    found, counter = drafted_output(
+        model, ids, draft_view(model, 0.75, num_tokens=8, confidence=0.999)
+    )
     assert torch.equal(found, full_output(model, ids))
     assert counter.drafted <= counter.target_passes
 
@@ -356,10 +400,15 @@ def test_the_search_returns_the_fastest_of_its_table() -> None:
     assert last == sorted(last, reverse=True) and len(found.table) == 5
     shapes = {(row.budget, tuple(row.drop)) for row in found.table}
     assert shapes == {(0.5, ()), (0.5, (2,)), (1.0, (2,))}  # not the full model itself
-    assert all(row.identical and 0 <= row.acceptance_rate <= 1 <= row.tokens_per_pass for row in found.table)
+    assert all(
+        row.identical and 0 <= row.acceptance_rate <= 1 <= row.tokens_per_pass
+        for row in found.table
+    )
     assert found.plain_tokens_per_second > 0
     assert torch.equal(logits(model), before)
-    assert draft_view(model, **found.best.arguments()).config.num_hidden_layers == DEPTH - len(found.best.drop)
+    assert draft_view(model, **found.best.arguments()).config.num_hidden_layers == DEPTH - len(
+        found.best.drop
+    )
 
 
 def test_the_search_drops_the_least_important_blocks() -> None:
@@ -367,7 +416,13 @@ def test_the_search_drops_the_least_important_blocks() -> None:
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         decoder_layers(model)[2].get_submodule(name).weight.data.mul_(0.01)
     found = search_draft(
-        model, [tokens(1, 6)], max_new_tokens=6, lengths=[3], confidences=[0.0], rounds=1, eos_token_id=None
+        model,
+        [tokens(1, 6)],
+        max_new_tokens=6,
+        lengths=[3],
+        confidences=[0.0],
+        rounds=1,
+        eos_token_id=None,
     )
     drops = sorted(row.drop for row in found.table)
     assert [len(drop) for drop in drops] == [2, 1] or [len(drop) for drop in drops] == [1, 2]
@@ -401,7 +456,16 @@ def generate(adapter: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
     def call(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        words = ("generate", "--adapter", adapter, "--prompt", "the cat sat", "--max-new-tokens", 8, *arguments)
+        words = (
+            "generate",
+            "--adapter",
+            adapter,
+            "--prompt",
+            "the cat sat",
+            "--max-new-tokens",
+            8,
+            *arguments,
+        )
         with pytest.raises(SystemExit) as ended:
             main([str(word) for word in words])
         out, err = capsys.readouterr()
@@ -423,7 +487,9 @@ def generate(adapter: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         (["--sample", "--seed", 3, "--draft-drop", 1], "layers left out 1,"),
     ],
 )
-def test_the_command_writes_the_full_models_text(generate: Callable[..., Any], options: list[Any], said: str) -> None:
+def test_the_command_writes_the_full_models_text(
+    generate: Callable[..., Any], options: list[Any], said: str
+) -> None:
     code, out, err = generate("--lossless", *options)
     assert code == 0, err
     if "--sample" not in options:
@@ -446,7 +512,9 @@ def test_the_command_writes_the_full_models_text(generate: Callable[..., Any], o
         (["--lossless", "--draft-budget", 2], "budget=2.0"),
     ],
 )
-def test_the_command_refuses(generate: Callable[..., Any], options: list[Any], message: str) -> None:
+def test_the_command_refuses(
+    generate: Callable[..., Any], options: list[Any], message: str
+) -> None:
     code, _, err = generate(*options)
     assert code == errors.USAGE
     (line,) = err.splitlines()

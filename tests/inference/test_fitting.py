@@ -14,16 +14,26 @@ from hf_depthroute.routing.trace import full_depth
 
 BATCHES = [{"input_ids": tokens(8, 16, seed=seed)} for seed in (5, 6)]
 TARGETS = ("ffn", "attention", "block")
-MEMORY = {"branch": "memory", "memory_slots": 2048, "memory_width": 64, "memory_heads": 1, "ngram_order": 2}
+MEMORY = {
+    "branch": "memory",
+    "memory_slots": 2048,
+    "memory_width": 64,
+    "memory_heads": 1,
+    "ngram_order": 2,
+}
 
 
 def build(family="llama", layers=(1, 3), **fields):
     fields = {"target": "ffn", "gate": "none", "branch_rank": 12} | fields
-    return get_depth_routed_model(build_base(family), DepthRouteConfig(layers=list(layers), **fields)).eval()
+    return get_depth_routed_model(
+        build_base(family), DepthRouteConfig(layers=list(layers), **fields)
+    ).eval()
 
 
 def branches(model):
-    return {routing.layer_index: routing.depth_route_branch["default"] for routing in routings_of(model)}
+    return {
+        routing.layer_index: routing.depth_route_branch["default"] for routing in routings_of(model)
+    }
 
 
 @torch.no_grad()
@@ -35,7 +45,8 @@ def dense_update(model, layer, target, batches):
     handles = [
         decoder.register_forward_hook(
             lambda m, args, kwargs, out: seen.update(
-                h=args[0] if args else kwargs["hidden_states"], out=out[0] if isinstance(out, tuple) else out
+                h=args[0] if args else kwargs["hidden_states"],
+                out=out[0] if isinstance(out, tuple) else out,
             ),
             with_kwargs=True,
         ),
@@ -45,9 +56,11 @@ def dense_update(model, layer, target, batches):
         for batch in batches:
             model(**batch)
             a = seen["h"] + seen["update"]
-            read, after = {"ffn": (a, seen["out"]), "attention": (seen["h"], a), "block": (seen["h"], seen["out"])}[
-                target
-            ]
+            read, after = {
+                "ffn": (a, seen["out"]),
+                "attention": (seen["h"], a),
+                "block": (seen["h"], seen["out"]),
+            }[target]
             rows.append((read.flatten(0, 1), (after - read).flatten(0, 1)))
     for handle in handles:
         handle.remove()
@@ -94,7 +107,9 @@ def test_a_rank_as_high_as_the_tokens_imitates_exactly():
     errors = fit_branches(model, batch, ridge=0.0)
     assert max(errors.values()) < 1e-8
     with torch.no_grad():
-        assert torch.allclose(model(**batch[0]).logits, build_base("llama")(**batch[0]).logits, atol=1e-3)
+        assert torch.allclose(
+            model(**batch[0]).logits, build_base("llama")(**batch[0]).logits, atol=1e-3
+        )
 
 
 def test_a_calibrated_layer_is_fitted_on_the_tokens_that_take_its_cheap_path():
@@ -111,7 +126,9 @@ def test_a_calibrated_layer_is_fitted_on_the_tokens_that_take_its_cheap_path():
     branch = branches(model)[2]
     with torch.no_grad():
         scale = 1 / (read + update).square().mean(1, keepdim=True).sqrt().double()[cheap]
-        left = ((update - branch(read))[cheap] * scale).square().sum() / (update[cheap] * scale).square().sum()
+        left = ((update - branch(read))[cheap] * scale).square().sum() / (
+            update[cheap] * scale
+        ).square().sum()
         features = F.silu(branch.up(branch.norm(read)))[cheap] * scale
         best = torch.linalg.lstsq(features, update[cheap] * scale).solution
     assert 0 < cheap.sum() < len(cheap)
@@ -119,12 +136,16 @@ def test_a_calibrated_layer_is_fitted_on_the_tokens_that_take_its_cheap_path():
     assert torch.allclose(branch.down.weight.double(), best.T, atol=1e-4)
 
 
-@pytest.mark.parametrize("fields", [{"gate": "mlp"}, {"gate": "linear"}], ids=["never calibrated", "runs dense"])
+@pytest.mark.parametrize(
+    "fields", [{"gate": "mlp"}, {"gate": "linear"}], ids=["never calibrated", "runs dense"]
+)
 def test_a_layer_without_cheap_tokens_is_fitted_on_all_tokens(fields):
     model, static = build(layers=[2], **fields), build(layers=[2])
     errors = fit_branches(model, BATCHES)
     assert errors == pytest.approx(fit_branches(static, BATCHES))
-    assert torch.allclose(branches(model)[2].down.weight, branches(static)[2].down.weight, atol=1e-6)
+    assert torch.allclose(
+        branches(model)[2].down.weight, branches(static)[2].down.weight, atol=1e-6
+    )
 
 
 def test_padding_changes_nothing():
@@ -143,7 +164,9 @@ def test_fitting_again_gives_the_same_weights_and_leaves_the_mode():
     first = fit_branches(one, BATCHES)
     assert one.training and fit_branches(two, BATCHES) == pytest.approx(first, rel=1e-12)
     for index, branch in branches(one).items():
-        assert torch.allclose(branch.down.weight, branches(two)[index].down.weight, rtol=0, atol=1e-6)
+        assert torch.allclose(
+            branch.down.weight, branches(two)[index].down.weight, rtol=0, atol=1e-6
+        )
     assert not any(layer._forward_pre_hooks for layer in decoder_layers(one))
 
 
@@ -165,7 +188,9 @@ def test_a_slot_holds_the_mean_of_what_is_missed_and_a_token_is_predicted_from_t
     # Nearly equal means and five units off zero: of the constants, the smallest one misses least.
     for place, token in enumerate(ids.tolist()):
         others = [n for n in range(8) if ids[n] == token and n != place]
-        assert torch.allclose(left[place], missed[place] - missed[others].sum(0) / (len(others) + 1), atol=1e-4)
+        assert torch.allclose(
+            left[place], missed[place] - missed[others].sum(0) / (len(others) + 1), atol=1e-4
+        )
         assert torch.allclose(
             memory.update(ids[place : place + 1], torch.float32),
             missed[ids == token].sum(0) / (len(others) + 2), atol=1e-4,
@@ -181,7 +206,9 @@ def test_longer_ngrams_take_what_shorter_ones_leave_and_few_directions_what_ther
     left = {}
     for order in (1, 2):
         memory = memory_of(10, ngram_order=order, memory_width=3, memory_slots=65536)
-        left[order] = float(fit_memory(memory, ngrams[1:], missed[1:]).square().sum() / missed[1:].square().sum())
+        left[order] = float(
+            fit_memory(memory, ngrams[1:], missed[1:]).square().sum() / missed[1:].square().sum()
+        )
     assert left[1] > 0.5 and left[2] < 0.03
 
 
@@ -228,7 +255,9 @@ def test_a_narrow_branch_gets_what_the_metric_says_matters() -> None:
 
 
 def test_what_cannot_be_fitted_is_refused():
-    experts = get_depth_routed_model(build_base("olmoe"), DepthRouteConfig(target="experts", gate="linear"))
+    experts = get_depth_routed_model(
+        build_base("olmoe"), DepthRouteConfig(target="experts", gate="linear")
+    )
     with pytest.raises(ValueError, match="target='experts' has no update to imitate"):
         fit_branches(experts, BATCHES)
     with pytest.raises(ValueError, match="branch='none' has nothing to fit"):

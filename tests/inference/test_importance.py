@@ -33,11 +33,15 @@ def streams(model, batch):
         model(**batch)
     for handle in handles:
         handle.remove()
-    return [(seen[i, "h"], seen[i, "h"] + seen[i, "update"], seen[i, "out"]) for i in range(len(layers))]
+    return [
+        (seen[i, "h"], seen[i, "h"] + seen[i, "update"], seen[i, "out"]) for i in range(len(layers))
+    ]
 
 
 def distance(before, after, real):
-    return (1 - torch.cosine_similarity(before.double(), after.double(), dim=-1))[real].mean().item()
+    return (
+        (1 - torch.cosine_similarity(before.double(), after.double(), dim=-1))[real].mean().item()
+    )
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -81,7 +85,9 @@ def test_a_routed_model_is_measured_as_its_base(target):
     model = routed(build_base("llama"), target=target).train()
     assert layer_importance(model, [PADDED], target) == pytest.approx(expected)
     assert model.training
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in decoder_layers(model))
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in decoder_layers(model)
+    )
 
 
 def test_bad_arguments_are_refused():
@@ -98,7 +104,10 @@ def test_bad_arguments_are_refused():
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_expert_importance_is_the_mean_routing_weight_over_real_tokens(family):
     model = build_base(family)
-    routers = {i: getattr(layer, find_family(model).ffn).gate for i, layer in enumerate(decoder_layers(model))}
+    routers = {
+        i: getattr(layer, find_family(model).ffn).gate
+        for i, layer in enumerate(decoder_layers(model))
+    }
     seen = {}
     handles = [
         router.register_forward_hook(lambda module, args, output, i=i: seen.update({i: output}))

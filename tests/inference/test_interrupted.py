@@ -45,7 +45,9 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "modes": [module.training for module in model.modules()],
         "trains": [parameter.requires_grad for parameter in model.parameters()],
         "tensors": {name: value.clone() for name, value in model.state_dict().items()},
-        "attributes": [sorted(vars(module)) for module in model.modules() if not isinstance(module, Routing)],
+        "attributes": [
+            sorted(vars(module)) for module in model.modules() if not isinstance(module, Routing)
+        ],
         "settings": [routing.state.settings for routing in routings],
         "tuned": [dict(routing.tuned) for routing in routings],
         "measured": [routing.active_quantiles().measured for routing in routings],
@@ -77,17 +79,25 @@ def in_training(model: nn.Module) -> nn.Module:
 
 CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
     "calibrate": (calibrated, lambda model: calibrate(model, BATCHES, budget=0.2)),
-    "calibrate_budgets": (calibrated, lambda model: calibrate_budgets(model, BATCHES, [0.25, 0.75])),
+    "calibrate_budgets": (
+        calibrated,
+        lambda model: calibrate_budgets(model, BATCHES, [0.25, 0.75]),
+    ),
     "fit_branches": (calibrated, lambda model: fit_branches(model, BATCHES)),
     "fit_branches of memories": (
         lambda: build_routed("llama", branch="memory", memory_slots=8192, memory_width=4),
         lambda model: fit_branches(model, BATCHES),
     ),
-    "tune_execution": (calibrated, lambda model: tune_execution(model, tokens(1, 6), steps=1, repeats=1)),
+    "tune_execution": (
+        calibrated,
+        lambda model: tune_execution(model, tokens(1, 6), steps=1, repeats=1),
+    ),
     "layer_importance": (calibrated, lambda model: layer_importance(model, BATCHES, "ffn")),
     "fit_router": (
         lambda: build_base("llama"),
-        lambda model: fit_router(model, [{"input_ids": tokens(24, 32, seed)} for seed in range(1)], rounds=1),
+        lambda model: fit_router(
+            model, [{"input_ids": tokens(24, 32, seed)} for seed in range(1)], rounds=1
+        ),
     ),
 }
 
@@ -95,7 +105,9 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
 @pytest.mark.nightly(unless=lambda name, error: name != "fit_router" or error is RuntimeError)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_interruption_at_any_forward_pass_leaves_the_model_as_it_was(name: str, error: type[BaseException]) -> None:
+def test_an_interruption_at_any_forward_pass_leaves_the_model_as_it_was(
+    name: str, error: type[BaseException]
+) -> None:
     make, change = CHANGES[name]
     model = make()
     with interrupted(model, 0, error) as passes:
@@ -125,7 +137,10 @@ def test_an_interruption_of_loading_leaves_no_router(
         match(*args)
         raise error("interrupted")
 
-    for path in ("hf_depthroute.adapter.tuner.match_tensors", "hf_depthroute.adapter.loading.match_tensors"):
+    for path in (
+        "hf_depthroute.adapter.tuner.match_tensors",
+        "hf_depthroute.adapter.loading.match_tensors",
+    ):
         monkeypatch.setattr(path, interrupt)
     for load in (
         lambda: PeftModel.from_pretrained(base, tmp_path),

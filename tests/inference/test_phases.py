@@ -23,7 +23,15 @@ from row_counts import counted_rows
 from text_models import save_base
 from transformers import AutoModelForCausalLM
 
-from hf_depthroute import DepthRouteConfig, calibrate, draft_view, record_routes, replay_routes, route_cost, set_phases
+from hf_depthroute import (
+    DepthRouteConfig,
+    calibrate,
+    draft_view,
+    record_routes,
+    replay_routes,
+    route_cost,
+    set_phases,
+)
 from hf_depthroute.adapter.injection import last_tokens_of
 from hf_depthroute.bench import bench
 from hf_depthroute.cli.serve import change_config, link_model
@@ -70,7 +78,9 @@ def decoded(model: Any, ids: torch.Tensor, prompt: int, **kwargs: Any) -> torch.
     logits = [out.logits[:, -1:]]
     for position in range(prompt, ids.shape[1]):
         one = ids[:, position : position + 1]
-        logits.append(model(input_ids=one, past_key_values=out.past_key_values, use_cache=True).logits)
+        logits.append(
+            model(input_ids=one, past_key_values=out.past_key_values, use_cache=True).logits
+        )
     return torch.cat(logits, dim=1)
 
 
@@ -123,13 +133,17 @@ def test_the_last_tokens_of_a_prompt_run_in_full(case: str, tail: int) -> None:
     told=st.sampled_from(["position_ids", "cu_seq_lens_q", "left", "right"]),
     filled=st.integers(0, 5),
 )
-def test_they_are_the_last_of_every_sequence(lengths: list[list[int]], count: int, told: str, filled: int) -> None:
+def test_they_are_the_last_of_every_sequence(
+    lengths: list[list[int]], count: int, told: str, filled: int
+) -> None:
     if told == "cu_seq_lens_q":
         lengths = lengths[:1]
     if told in ("left", "right"):
         lengths = [row[:1] for row in lengths]
     size = max(map(sum, lengths))
-    expected, mask, positions = (torch.zeros(len(lengths), size, dtype=torch.long) for _ in range(3))
+    expected, mask, positions = (
+        torch.zeros(len(lengths), size, dtype=torch.long) for _ in range(3)
+    )
     for row, parts in enumerate(lengths):
         start = size - sum(parts) if told == "left" else 0
         for length in parts:
@@ -184,7 +198,10 @@ def test_it_is_the_replay_of_the_same_decisions_with_the_last_in_full(case: str)
     last = torch.zeros(3, 9, dtype=torch.bool)
     last[:, -1] = True
     edited = {i: r.mask | (last if r.mask.ndim == 2 else last[..., None]) for i, r in trace.items()}
-    with torch.no_grad(), replay_routes(model, RouteTrace({i: replace(trace[i], mask=edited[i]) for i in trace})):
+    with (
+        torch.no_grad(),
+        replay_routes(model, RouteTrace({i: replace(trace[i], mask=edited[i]) for i in trace})),
+    ):
         expected = model(ids).logits
     set_phases(model, "prefill")
     with torch.no_grad():
@@ -222,7 +239,9 @@ def test_padding_changes_no_decision(case: str, side: str) -> None:
     if side == "left":
         mask = mask.flip(1)
     with torch.no_grad(), record_routes(model) as trace:
-        padded = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        padded = model(
+            input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        ).logits
     for row, length in enumerate(lengths):
         real = mask[row].bool()
         with torch.no_grad(), record_routes(model) as alone:
@@ -238,7 +257,12 @@ def test_a_batch_with_padding_generates_what_its_rows_do(case: str) -> None:
     model, lengths, ids = build(case), (9, 5, 2), tokens(3, 9)
     set_phases(model, "prefill")
     mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long().flip(1)
-    how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": 63, "pad_token_id": 0}
+    how: dict[str, Any] = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "eos_token_id": 63,
+        "pad_token_id": 0,
+    }
     together = model.generate(input_ids=ids * mask, attention_mask=mask, **how)[:, 9:]
     for row, length in enumerate(lengths):
         alone = model.generate(input_ids=ids[row : row + 1, -length:], **how)[0, length:]
@@ -248,15 +272,24 @@ def test_a_batch_with_padding_generates_what_its_rows_do(case: str) -> None:
 @pytest.mark.parametrize("case", ["ffn", "block", "experts"])
 @pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "4D mask"])
 def test_every_document_of_a_packed_row_has_its_own_last_token(case: str, told: str) -> None:
-    model, documents = build(case), [tokens(1, 5, seed=1), tokens(1, 1, seed=3), tokens(1, 7, seed=2)]
+    model, documents = (
+        build(case),
+        [tokens(1, 5, seed=1), tokens(1, 1, seed=3), tokens(1, 7, seed=2)],
+    )
     set_phases(model, "prefill")
     positions = torch.cat([torch.arange(document.shape[1]) for document in documents], dim=0)[None]
-    inputs: dict[str, Any] = {"input_ids": torch.cat(documents, dim=1), "position_ids": positions, "use_cache": False}
+    inputs: dict[str, Any] = {
+        "input_ids": torch.cat(documents, dim=1),
+        "position_ids": positions,
+        "use_cache": False,
+    }
     if told == "cu_seq_lens_q":
         inputs["cu_seq_lens_q"] = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
     if told == "4D mask":
         document = (positions == 0).cumsum(1)
-        inputs["attention_mask"] = torch.ones(13, 13).tril().bool() & (document == document.mT)[None, None]
+        inputs["attention_mask"] = (
+            torch.ones(13, 13).tril().bool() & (document == document.mT)[None, None]
+        )
     with torch.no_grad():
         with record_routes(model) as trace:
             logits = model(**inputs).logits
@@ -298,7 +331,9 @@ def test_a_chunk_of_a_prompt_runs_its_last_token_in_full(case: str) -> None:
 def test_a_decoding_step_asks_neither_gate_nor_branch(case: str) -> None:
     model, ids, asked = build(case), tokens(2, PROMPT + 1), []
     set_phases(model, "prefill")
-    groups = [group for h in routings_of(model) for group in (h.depth_route_gate, h.depth_route_branch)]
+    groups = [
+        group for h in routings_of(model) for group in (h.depth_route_gate, h.depth_route_branch)
+    ]
     parts = [part for group in groups for part in group.values()]
     for part in parts:
         part.register_forward_pre_hook(lambda *_: asked.append(1))
@@ -383,7 +418,9 @@ def test_calibration_is_the_same(fields: dict[str, Any]) -> None:
         model = build_routed("llama", "mlp", **fields)
         set_phases(model, phases)
         ratios = calibrate(model, [batch], 0.4)
-        found.append((ratios, [routing.active_quantiles().values for routing in routings_of(model)]))
+        found.append(
+            (ratios, [routing.active_quantiles().values for routing in routings_of(model)])
+        )
     (ratios, tables), (other_ratios, other_tables) = found
     assert ratios == other_ratios
     assert all(map(torch.equal, tables, other_tables))
@@ -393,8 +430,14 @@ def test_only_the_other_phases_are_written(saved_adapter: Callable[[PeftModel], 
     """Versions without the field refuse a file with it, and read one without."""
     model, ids = build("ffn"), tokens(2, 9)
     before = saved_adapter(model)
-    assert not {"phases", "prompt_tail"} & json.loads((before / "adapter_config.json").read_text()).keys()
-    assert PeftModel.from_pretrained(build_base("llama"), before).peft_config["default"].phases == "all"
+    assert (
+        not {"phases", "prompt_tail"}
+        & json.loads((before / "adapter_config.json").read_text()).keys()
+    )
+    assert (
+        PeftModel.from_pretrained(build_base("llama"), before).peft_config["default"].phases
+        == "all"
+    )
     set_phases(model, "prefill")
     loaded = PeftModel.from_pretrained(build_base("llama"), saved_adapter(model)).eval()
     assert loaded.peft_config["default"].phases == "prefill"
@@ -413,7 +456,9 @@ def test_a_decoding_step_costs_what_the_base_does() -> None:
     assert routed.flops_routed == pytest.approx(wanted, rel=0.02)
     model.peft_config["default"].prompt_tail = 32
     half = route_cost(model, length=64).flops_routed
-    assert prompt.flops_dense - half == pytest.approx((prompt.flops_dense - prompt.flops_routed) / 2, rel=0.1)
+    assert prompt.flops_dense - half == pytest.approx(
+        (prompt.flops_dense - prompt.flops_routed) / 2, rel=0.1
+    )
     assert route_cost(model, length=32).flops_routed == route_cost(model, length=32).flops_dense
     model.peft_config["default"].prompt_tail = None
     cost = route_cost(model, length=1, cached=64)
@@ -432,7 +477,9 @@ def test_bench_times_the_bases_decoding() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="phases='decode' is not supported; use one of: all, prefill"):
+    with pytest.raises(
+        ConfigError, match="phases='decode' is not supported; use one of: all, prefill"
+    ):
         DepthRouteConfig(phases="decode")
     with pytest.raises(ConfigError, match="needs granularity='token'"):
         DepthRouteConfig(phases="prefill", granularity="sequence")
@@ -442,7 +489,10 @@ def test_what_cannot_be_is_refused() -> None:
             set_phases(whole, phases)
     set_phases(whole, "all")
     model = build("ffn")
-    with model.disable_adapter(), pytest.raises(ValueError, match="no depth-routed adapter is active"):
+    with (
+        model.disable_adapter(),
+        pytest.raises(ValueError, match="no depth-routed adapter is active"),
+    ):
         set_phases(model, "prefill")
     set_phases(model, "prefill")
     with pytest.raises(ConfigError, match=r"call set_phases\(model, 'all'\) first"):
@@ -459,10 +509,21 @@ def adapter(tmp_path: Path) -> Path:
 
 
 def test_the_command_line_takes_it(adapter: Path) -> None:
-    words = ("generate", adapter, "--prompt", "the cat sat on the mat", "--max-new-tokens", 20, "--phases")
+    words = (
+        "generate",
+        adapter,
+        "--prompt",
+        "the cat sat on the mat",
+        "--max-new-tokens",
+        20,
+        "--phases",
+    )
     ended = {phases: run(*words, phases) for phases in ("all", "prefill")}
     assert {one.code for one in ended.values()} == {0}
-    shares = {phases: float(one.err.rsplit("full ratio ", 1)[1].split()[0]) for phases, one in ended.items()}
+    shares = {
+        phases: float(one.err.rsplit("full ratio ", 1)[1].split()[0])
+        for phases, one in ended.items()
+    }
     assert shares["all"] < shares["prefill"] < 1
     new = int(ended["prefill"].err.split(" tokens", 1)[0].rsplit(maxsplit=1)[-1])
     assert shares["prefill"] > new / (new + 6)
@@ -481,4 +542,6 @@ def test_a_served_adapter_has_the_phases_that_were_asked_for(adapter: Path, tmp_
     model: Any = AutoModelForCausalLM.from_pretrained(served)
     assert {routing.active_config().phases for routing in routings_of(model)} == {"prefill"}
     assert (adapter / "adapter_config.json").read_bytes() == before
-    assert len(decoder_layers(model)) == len(decoder_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
+    assert len(decoder_layers(model)) == len(
+        decoder_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    )

@@ -18,7 +18,14 @@ from doc_blocks import Block, check, read_blocks, run_page, shortened
 from models import randomised
 from places import ROOT
 from scripts import load_script
-from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.base.families import FAMILIES
@@ -34,7 +41,12 @@ TOKENIZER = ROOT / "recipes" / "embedded_base" / "model"
 MACHINE = re.compile(r"/(tmp|home|root|work|usr|opt|Users|mnt|var)/|\b[0-9a-f]{12,}\b|https?://")
 SNAPSHOT = "0" * 40  # a commit of the stand-in repositories
 _SMALL = {"vocab_size": 2064, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-_SMALL |= {"num_key_value_heads": 1, "max_position_embeddings": 512, "eos_token_id": 0, "pad_token_id": 1}
+_SMALL |= {
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+}
 # The Hub ids that the pages name, and random models of their architectures and depths.
 BASES: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
     "Qwen/Qwen2.5-0.5B": (Qwen2ForCausalLM, Qwen2Config(num_hidden_layers=24, **_SMALL)),
@@ -59,7 +71,11 @@ def repository(hub: Path, name: str) -> Path:
 def test_links_lead_to_files_of_the_repository() -> None:
     """Where the pages are read without the site."""
     pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("recipes/**/*.md")]
-    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s#:]+)[^):]*\)", page.read_text())]
+    links = [
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)\s#:]+)[^):]*\)", page.read_text())
+    ]
     assert len(links) > 100
     assert [(str(page), link) for page, link in links if not (page.parent / link).exists()] == []
 
@@ -74,9 +90,13 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
         base.save_pretrained(files)
         for file in TOKENIZER.glob("tokenizer*"):
             shutil.copy(file, files)
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "models--Qwen--Qwen2.5-0.5B/snapshots" / SNAPSHOT)
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "models--Qwen--Qwen2.5-0.5B/snapshots" / SNAPSHOT
+    )
     base.name_or_path = "Qwen/Qwen2.5-0.5B"
-    get_depth_routed_model(base, DepthRouteConfig(layers="last:8")).save_pretrained(repository(folder, "me/my-router"))
+    get_depth_routed_model(base, DepthRouteConfig(layers="last:8")).save_pretrained(
+        repository(folder, "me/my-router")
+    )
     return folder
 
 
@@ -85,8 +105,15 @@ def reader(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """A reader's working directory, with a text; what the page registers is forgotten afterwards."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
     monkeypatch.chdir(tmp_path)
-    lines = [line for page in ("README.md", "SECURITY.md") for line in (ROOT / page).read_text().splitlines() if line]
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines[:110]))
+    lines = [
+        line
+        for page in ("README.md", "SECURITY.md")
+        for line in (ROOT / page).read_text().splitlines()
+        if line
+    ]
+    (tmp_path / "text.jsonl").write_text(
+        "\n".join(json.dumps({"text": line}) for line in lines[:110])
+    )
     tables: list[dict[str, Any]] = [FAMILIES, GATES, LOSSES]  # type: ignore[list-item]
     before, level = [dict(table) for table in tables], transformers.logging.get_verbosity()
     yield tmp_path
@@ -96,7 +123,9 @@ def reader(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         table.update(rows)
 
 
-@pytest.mark.parametrize("block", [b for page in PAGES for b in read_blocks(page)], ids=lambda block: block.place)
+@pytest.mark.parametrize(
+    "block", [b for page in PAGES for b in read_blocks(page)], ids=lambda block: block.place
+)
 def test_a_block_is_well_formed(block: Block, reader: Path) -> None:
     check(block)
 
@@ -125,7 +154,9 @@ def test_the_readme_is_read_in_minutes() -> None:
 
 
 def code_cells() -> list[dict[str, Any]]:
-    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    return [
+        cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +170,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for number, cell in enumerate(code_cells()):
         exec(compile(shortened("".join(cell["source"])), f"cell {number}", "exec"), namespace)
     assert torch.equal(
-        namespace["loaded"](**namespace["inputs"]).logits, namespace["model"](**namespace["inputs"]).logits
+        namespace["loaded"](**namespace["inputs"]).logits,
+        namespace["model"](**namespace["inputs"]).logits,
     )
 
 
@@ -147,7 +179,9 @@ def test_the_notebook_is_executed_in_order_and_tells_nothing_of_a_machine() -> N
     cells = code_cells()
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
-    assert outputs and all(output["output_type"] != "error" and output.get("name") != "stderr" for output in outputs)
+    assert outputs and all(
+        output["output_type"] != "error" and output.get("name") != "stderr" for output in outputs
+    )
     said = [output.get("text") or output["data"]["text/plain"] for output in outputs]
     for text in ("".join(part) for part in (*said, *(cell["source"] for cell in cells))):
         assert not MACHINE.search(text), text

@@ -117,7 +117,9 @@ def sure_loss(inputs: LossInputs) -> torch.Tensor:
 def head_inputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """The streams `[B, T, d]` that enter the LM head, with graph, while the model runs in the block."""
     seen: list[torch.Tensor] = []
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: seen.append(args[0]))
+    handle = model.get_output_embeddings().register_forward_pre_hook(
+        lambda head, args: seen.append(args[0])
+    )
     try:
         yield seen
     finally:
@@ -126,7 +128,9 @@ def head_inputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 def small_stream(inputs: LossInputs) -> torch.Tensor | None:
     """The mean square of the stream at the head."""
-    return inputs.observed[head_inputs][-1].square().mean() if head_inputs in inputs.observed else None
+    return (
+        inputs.observed[head_inputs][-1].square().mean() if head_inputs in inputs.observed else None
+    )
 
 
 class EveryOther(Rule):
@@ -134,7 +138,9 @@ class EveryOther(Rule):
 
     compares = False
 
-    def decide(self, scores: torch.Tensor, context: RuleContext) -> tuple[torch.Tensor, torch.Tensor]:
+    def decide(
+        self, scores: torch.Tensor, context: RuleContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = torch.arange(scores.shape[1], device=scores.device) % 2 == 0
         mask = chosen.expand(scores.shape)
         return mask if context.real is None else mask & context.real, context.probs
@@ -168,13 +174,21 @@ def change(folder: Path, **fields: Any) -> None:
 
 
 @pytest.mark.usefixtures("norm_gate")
-def test_gate_of_another_package_trains_follows_a_budget_and_survives_saving(tmp_path: Path) -> None:
+def test_gate_of_another_package_trains_follows_a_budget_and_survives_saving(
+    tmp_path: Path,
+) -> None:
     model = normed()
-    before = {name: p.clone() for name, p in model.named_parameters() if p.requires_grad and "gate" in name}
+    before = {
+        name: p.clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad and "gate" in name
+    }
     arguments = training_arguments(tmp_path / "run", max_steps=2)
     DepthRouteTrainer(model=model, args=arguments, train_dataset=rows(4)).train()
     after = dict(model.named_parameters())
-    assert len(before) == 4 and all(not torch.equal(after[name], value) for name, value in before.items())
+    assert len(before) == 4 and all(
+        not torch.equal(after[name], value) for name, value in before.items()
+    )
     batches = [{"input_ids": tokens(8, 16)}]
     assert calibrate(model, batches) == {1: 0.5, 3: 0.5}
     expected = logits(model.eval())
@@ -183,7 +197,8 @@ def test_gate_of_another_package_trains_follows_a_budget_and_survives_saving(tmp
     assert torch.equal(logits(loaded), expected)
     set_budget(loaded, 0.25)
     told = [
-        loaded.generate(tokens(2, 6), max_new_tokens=4, do_sample=False, use_cache=cached) for cached in (True, False)
+        loaded.generate(tokens(2, 6), max_new_tokens=4, do_sample=False, use_cache=cached)
+        for cached in (True, False)
     ]
     assert torch.equal(*told)
     assert [finding for finding in examine(tmp_path / "adapter") if finding.state == "fault"] == []
@@ -193,14 +208,23 @@ def test_adapter_names_the_package_of_a_gate_that_is_not_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setitem(GATES, "norm", type("NormGate", (NormGate,), {"__module__": "packaging.gates"}))
+        patch.setitem(
+            GATES, "norm", type("NormGate", (NormGate,), {"__module__": "packaging.gates"})
+        )
         normed().save_pretrained(tmp_path)
-    assert (saved(tmp_path)["gate_package"], saved(tmp_path)["gate_module"]) == ("packaging", "packaging.gates")
-    with pytest.raises(ConfigError, match=r"gate='norm' is not .* the package packaging, module packaging\.gates"):
+    assert (saved(tmp_path)["gate_package"], saved(tmp_path)["gate_module"]) == (
+        "packaging",
+        "packaging.gates",
+    )
+    with pytest.raises(
+        ConfigError, match=r"gate='norm' is not .* the package packaging, module packaging\.gates"
+    ):
         PeftModel.from_pretrained(build_base("llama"), tmp_path)
 
 
-def test_gate_of_a_script_has_a_module_and_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_of_a_script_has_a_module_and_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(GATES, "norm", NormGate)
         normed().save_pretrained(tmp_path)
@@ -208,16 +232,24 @@ def test_gate_of_a_script_has_a_module_and_no_package(tmp_path: Path, monkeypatc
         PeftModel.from_pretrained(build_base("llama"), tmp_path)
 
 
-def test_row_that_stands_in_for_an_own_gate_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_stands_in_for_an_own_gate_is_named_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(GATES, "mlp", NormGate)
-        get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1])).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=f"gate='mlp' is not hf_depthroute's own.*module {__name__}"):
+        get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1])).save_pretrained(
+            tmp_path
+        )
+    with pytest.raises(
+        ConfigError, match=f"gate='mlp' is not hf_depthroute's own.*module {__name__}"
+    ):
         PeftModel.from_pretrained(build_base("llama"), tmp_path)
 
 
 @pytest.mark.usefixtures("norm_gate")
-def test_what_the_file_names_is_text_that_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_file_names_is_text_that_is_never_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     normed().save_pretrained(tmp_path)
     (tmp_path / "imported_by_mistake.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
@@ -243,18 +275,30 @@ def test_own_gates_add_nothing_to_the_file() -> None:
 @pytest.mark.usefixtures("norm_gate")
 def test_gate_scores_experts_if_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     fields: dict[str, Any] = {"gate": "norm", "target": "experts", "layers": [1]}
-    with pytest.raises(ConfigError, match=r"cannot score experts; use one of: mlp, linear, random, none$"):
+    with pytest.raises(
+        ConfigError, match=r"cannot score experts; use one of: mlp, linear, random, none$"
+    ):
         DepthRouteConfig(**fields)
     monkeypatch.setattr(NormGate, "scores_experts", True, raising=False)
     model = get_depth_routed_model(build_base("olmoe"), DepthRouteConfig(**fields))
-    assert sum(calibrate(model, [{"input_ids": tokens(8, 16)}]).values()) == pytest.approx(0.5, abs=0.05)
+    assert sum(calibrate(model, [{"input_ids": tokens(8, 16)}]).values()) == pytest.approx(
+        0.5, abs=0.05
+    )
 
 
 @pytest.mark.usefixtures("doubt")
 def test_what_a_gate_declares_holds_without_anybody_knowing_its_name(tmp_path: Path) -> None:
     config = DepthRouteConfig(gate="doubt", target="block")
-    told = {name: getattr(config, name) for name in ("selection", "threshold", "gate_temperature", "gate_input")}
-    assert told == {"selection": "threshold", "threshold": None, "gate_temperature": 0.5, "gate_input": "residual"}
+    told = {
+        name: getattr(config, name)
+        for name in ("selection", "threshold", "gate_temperature", "gate_input")
+    }
+    assert told == {
+        "selection": "threshold",
+        "threshold": None,
+        "gate_temperature": 0.5,
+        "gate_input": "residual",
+    }
     model = get_depth_routed_model(build_base("llama"), config)
     assert model.peft_config["default"].layers == [1, 2, 3]
     trainer = DepthRouteTrainer(
@@ -271,7 +315,9 @@ def test_what_a_gate_declares_holds_without_anybody_knowing_its_name(tmp_path: P
 
 
 @pytest.mark.parametrize("row", [nn.Linear, lambda width, config, scores: nn.Linear(width, scores)])
-def test_row_that_is_no_gate_is_refused_in_one_line(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_is_no_gate_is_refused_in_one_line(
+    row: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(GATES, "plain", row)
     with pytest.raises(
         ConfigError, match=r"^gate='plain' is no subclass of hf_depthroute\.parts\.gate\.Gate"
@@ -288,10 +334,15 @@ def test_row_that_is_no_gate_is_refused_in_one_line(row: Any, monkeypatch: pytes
             {},
             "gate='doubt' decides on whole blocks or attention, .*; use target='block' or 'attention' and granularity",
         ),
-        ({"target": "block", "selection": "topk"}, "selection='topk': doubt trains with 'threshold' or 'soft'"),
+        (
+            {"target": "block", "selection": "topk"},
+            "selection='topk': doubt trains with 'threshold' or 'soft'",
+        ),
     ],
 )
-def test_what_a_gate_does_not_take_is_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
+def test_what_a_gate_does_not_take_is_refused_in_one_line(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         DepthRouteConfig(gate="doubt", **fields)
     assert "\n" not in str(refused.value)
@@ -300,7 +351,9 @@ def test_what_a_gate_does_not_take_is_refused_in_one_line(fields: dict[str, Any]
 @pytest.mark.usefixtures("doubt")
 def test_gate_that_spares_layer_0_says_so() -> None:
     with pytest.raises(ConfigError, match="doubt never routes layer 0; leave layers unset"):
-        get_depth_routed_model(build_base("llama"), DepthRouteConfig(gate="doubt", target="block", layers=[0, 1]))
+        get_depth_routed_model(
+            build_base("llama"), DepthRouteConfig(gate="doubt", target="block", layers=[0, 1])
+        )
 
 
 @pytest.fixture
@@ -337,11 +390,15 @@ def test_target_of_another_package_decodes_by_the_step_that_it_declares(
 
     monkeypatch.setitem(TARGETS, "same", SameFFN())
     model, ffn = (
-        get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1, 3], target=target)).eval()
+        get_depth_routed_model(
+            build_base("llama"), DepthRouteConfig(layers=[1, 3], target=target)
+        ).eval()
         for target in ("same", "ffn")
     )
     steps = decode_steps(stack_of(model).layers, 1)
-    made = [steps.get(routing_layer) for routing_layer in (stack_of(model).layers[i] for i in (1, 3))]
+    made = [
+        steps.get(routing_layer) for routing_layer in (stack_of(model).layers[i] for i in (1, 3))
+    ]
     assert [type(each) for each in made] == [type(None) if step is None else step] * 2
     generated = [m.generate(tokens(1, 6), max_new_tokens=4, do_sample=False) for m in (model, ffn)]
     assert torch.equal(*generated)
@@ -363,18 +420,42 @@ def test_target_of_another_package_trains_is_counted_saved_and_described(tmp_pat
     model.save_pretrained(tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(build_base("llama"), tmp_path / "adapter").eval()
     assert torch.equal(logits(loaded), logits(model))
-    assert "a small router decides for each token\nwhether it runs the layer.\n" in make_card(tmp_path / "adapter").text
-    with pytest.raises(ConfigError, match="granularity='sequence' is not supported with target='layer'; use 'token'"):
+    assert (
+        "a small router decides for each token\nwhether it runs the layer.\n"
+        in make_card(tmp_path / "adapter").text
+    )
+    with pytest.raises(
+        ConfigError,
+        match="granularity='sequence' is not supported with target='layer'; use 'token'",
+    ):
         DepthRouteConfig(target="layer", granularity="sequence")
 
 
 @pytest.mark.usefixtures("norm_gate", "sure")
 def test_gate_and_loss_of_another_package_are_values_on_the_command_line(tmp_path: Path) -> None:
     base, text = save_base(tmp_path / "base"), write_text(tmp_path / "text.txt")
-    words = ["train", "--model", base, "--dataset", text, "--batch-size", 2, "--length", 16, "--steps", 2]
+    words = [
+        "train",
+        "--model",
+        base,
+        "--dataset",
+        text,
+        "--batch-size",
+        2,
+        "--length",
+        16,
+        "--steps",
+        2,
+    ]
     refused = run(*words, "--gate", "magic", "--out", tmp_path / "none")
-    assert refused.code == 2 and f"use one of: {', '.join(GATES)}" in refused.error and "norm" in refused.error
-    made = run(*words, "--gate", "norm", "--loss-weights", '{"sure": 0.5}', "--out", tmp_path / "out")
+    assert (
+        refused.code == 2
+        and f"use one of: {', '.join(GATES)}" in refused.error
+        and "norm" in refused.error
+    )
+    made = run(
+        *words, "--gate", "norm", "--loss-weights", '{"sure": 0.5}', "--out", tmp_path / "out"
+    )
     assert made.code == 0, made.err
     assert saved(tmp_path / "out")["gate"] == "norm"
     record = json.loads((tmp_path / "out" / "training.json").read_text())
@@ -410,7 +491,9 @@ def test_loss_that_is_not_named_has_the_weight_of_its_row(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("sure")
 def test_weights_of_other_losses_come_as_json_from_a_command_line() -> None:
-    (parsed,) = HfArgumentParser(RoutingArguments).parse_args_into_dataclasses(["--loss_weights", '{"sure": 0.25}'])
+    (parsed,) = HfArgumentParser(RoutingArguments).parse_args_into_dataclasses(
+        ["--loss_weights", '{"sure": 0.25}']
+    )
     parsed.check()
     assert parsed.loss_weights == {"sure": 0.25} and parsed.weights()["sure"] == 0.25
 
@@ -445,8 +528,14 @@ def compared_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             continue
         called = {getattr(side, "attr", getattr(side, "id", None)) for side in sides}
         parts = [part for side in sides for part in ast.walk(side)]
-        said = {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
-        yield from ((node.lineno, name) for kind in called & set(rows) for name in rows[kind] & said)
+        said = {
+            part.value
+            for part in parts
+            if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        }
+        yield from (
+            (node.lineno, name) for kind in called & set(rows) for name in rows[kind] & said
+        )
 
 
 @pytest.mark.parametrize(
@@ -471,12 +560,16 @@ def test_nothing_outside_their_own_files_compares_the_names_of_gates_and_targets
         for line, name in compared_names(ast.parse(path.read_text()))
     ]
     templates = [
-        path.name for path in package.rglob("*.jinja") if re.search(r"\b(gate|target) [!=]= ", path.read_text())
+        path.name
+        for path in package.rglob("*.jinja")
+        if re.search(r"\b(gate|target) [!=]= ", path.read_text())
     ]
     assert found + templates == []
 
 
-def test_a_loss_from_outside_brings_what_it_watches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_loss_from_outside_brings_what_it_watches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Two rows with the same observer share it; without a weight nothing is watched, and the term does not apply."""
     watched: list[nn.Module] = []
 
@@ -489,11 +582,15 @@ def test_a_loss_from_outside_brings_what_it_watches(monkeypatch: pytest.MonkeyPa
     def size(inputs: LossInputs) -> torch.Tensor:
         return inputs.observed[counted][-1].abs().mean()
 
-    monkeypatch.setitem(LOSSES, "small", LossTerm(0.0, lambda i: i.observed[counted][-1].square().mean(), counted))
+    monkeypatch.setitem(
+        LOSSES, "small", LossTerm(0.0, lambda i: i.observed[counted][-1].square().mean(), counted)
+    )
     monkeypatch.setitem(LOSSES, "size", LossTerm(0.0, size, counted))
     monkeypatch.setitem(LOSSES, "alone", LossTerm(0.0, small_stream, head_inputs))
     model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1, 2]))
-    given = training_arguments(tmp_path, max_steps=1, loss_weights={"small": 0.5, "size": 0.1}, fused_loss=False)
+    given = training_arguments(
+        tmp_path, max_steps=1, loss_weights={"small": 0.5, "size": 0.1}, fused_loss=False
+    )
     trainer = DepthRouteTrainer(model, given, train_dataset=rows(2))
     trainer.train()
     log = trainer.state.log_history[0]
@@ -506,14 +603,18 @@ def test_a_loss_from_outside_brings_what_it_watches(monkeypatch: pytest.MonkeyPa
 def test_a_loss_from_outside_brings_what_it_wants_to_know_of_both_paths(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def largest(before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor) -> torch.Tensor:
+    def largest(
+        before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor
+    ) -> torch.Tensor:
         return (after_full - after_cheap).abs().amax(dim=-1)
 
     def sure_where_it_matters(inputs: LossInputs) -> torch.Tensor | None:
         records = list(inputs.trace.values())
         if not all("largest" in record.extras for record in records):
             return None
-        return torch.stack([(record.largest * (1 - record.probs)).mean() for record in records]).mean()
+        return torch.stack(
+            [(record.largest * (1 - record.probs)).mean() for record in records]
+        ).mean()
 
     term = LossTerm(0.0, sure_where_it_matters, metrics={"largest": largest})
     monkeypatch.setitem(LOSSES, "matters", term)
@@ -534,10 +635,14 @@ def record_of_pass(model: Any) -> Any:
 def test_a_rule_from_outside_decides_in_training_and_a_threshold_still_does_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ConfigError, match="selection='every_other' is not supported; use one of: topk, "):
+    with pytest.raises(
+        ConfigError, match="selection='every_other' is not supported; use one of: topk, "
+    ):
         DepthRouteConfig(selection="every_other")
     monkeypatch.setitem(RULES, "every_other", EveryOther())
-    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1, 2], selection="every_other"))
+    model = get_depth_routed_model(
+        build_base("llama"), DepthRouteConfig(layers=[1, 2], selection="every_other")
+    )
     padded = torch.ones(2, 8, dtype=torch.long)
     padded[0, :3] = 0
     with record_routes(model) as trace:

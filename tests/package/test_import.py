@@ -11,7 +11,15 @@ from places import ROOT
 
 import hf_depthroute
 
-HEAVY = ("datasets", "matplotlib", "lm_eval", "evaluate", "transformers.trainer", "typer", "hf_depthroute.bench")
+HEAVY = (
+    "datasets",
+    "matplotlib",
+    "lm_eval",
+    "evaluate",
+    "transformers.trainer",
+    "typer",
+    "hf_depthroute.bench",
+)
 
 
 # What two processes see that import the package before PEFT and after it; each takes seconds to start.
@@ -87,7 +95,10 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_the_arguments_of_the_losses_come_from_the_package_itself():
     from hf_depthroute.training.arguments import RoutingArguments
 
-    assert hf_depthroute.RoutingArguments is RoutingArguments and "RoutingArguments" in hf_depthroute.__all__
+    assert (
+        hf_depthroute.RoutingArguments is RoutingArguments
+        and "RoutingArguments" in hf_depthroute.__all__
+    )
 
 
 @pytest.mark.parametrize("order", ["first", "second"])
@@ -97,7 +108,9 @@ def test_importing_the_package_registers_the_method_in_either_order(order, seen)
 
 def test_a_config_is_copied_and_pickled_into_another_process(seen):
     config = hf_depthroute.DepthRouteConfig(layers=[1], gate="jepa")
-    assert copy.deepcopy(config) == copy.copy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert (
+        copy.deepcopy(config) == copy.copy(config) == pickle.loads(pickle.dumps(config)) == config
+    )
     assert seen["second"]["unpickled"] == "jepa DEPTH_ROUTE"
 
 

@@ -40,7 +40,9 @@ def pythons() -> list[str]:
 
 def test_every_supported_python_is_resolved_for_tested_and_declared() -> None:
     declared = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load(
+        (ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8")
+    )
     assert pythons() == declared == workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
     assert PROJECT["requires-python"] == f">={declared[0]}"
 
@@ -57,7 +59,9 @@ def test_pins_are_within_the_bounds_of_every_extra() -> None:
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             pin = Requirement(line)
-            pins.setdefault(canonicalize_name(pin.name), []).append(str(pin.specifier).removeprefix("=="))
+            pins.setdefault(canonicalize_name(pin.name), []).append(
+                str(pin.specifier).removeprefix("==")
+            )
     extras = [PROJECT["optional-dependencies"][name] for name in resolve().pinned_extras()]
     # vLLM has an environment of its own.
     assert len(extras) == len(PROJECT["optional-dependencies"]) - 1
@@ -81,10 +85,21 @@ def test_the_package_says_that_it_is_typed() -> None:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize(("target", "what"), [("demo", "-e ."), ("test", '-e ".[dev]"')])
-def test_one_variable_asks_for_a_small_build_of_pytorch(target: str, what: str, tmp_path: Path) -> None:
+def test_one_variable_asks_for_a_small_build_of_pytorch(
+    target: str, what: str, tmp_path: Path
+) -> None:
     def commands(*variables: str, path: str) -> str:
-        words = ["make", "--dry-run", target, f"VENV={tmp_path}/none", f"PYTHON={sys.executable}", *variables]
-        return subprocess.run(words, cwd=ROOT, env={"PATH": path}, capture_output=True, text=True, check=True).stdout
+        words = [
+            "make",
+            "--dry-run",
+            target,
+            f"VENV={tmp_path}/none",
+            f"PYTHON={sys.executable}",
+            *variables,
+        ]
+        return subprocess.run(
+            words, cwd=ROOT, env={"PATH": path}, capture_output=True, text=True, check=True
+        ).stdout
 
     tools = tmp_path / "tools"  # make, a shell and their like, without uv
     tools.mkdir()
@@ -95,10 +110,17 @@ def test_one_variable_asks_for_a_small_build_of_pytorch(target: str, what: str, 
     assert f"{with_pip} {what}" in commands(path=str(tools))
     small = commands("TORCH=cpu", path=str(tools))
     assert f"{with_pip} uv" in small
-    assert f"{tmp_path}/none/bin/uv pip install" in small and f"--torch-backend cpu -c constraints.txt {what}" in small
+    assert (
+        f"{tmp_path}/none/bin/uv pip install" in small
+        and f"--torch-backend cpu -c constraints.txt {what}" in small
+    )
 
     (tools / "uv").write_text("#!/bin/sh\n", encoding="utf-8")
     (tools / "uv").chmod(0o755)
     with_uv = commands(path=str(tools))
-    assert f"{tools}/uv venv" in with_uv and f"{tools}/uv pip install" in with_uv and "-m pip" not in with_uv
+    assert (
+        f"{tools}/uv venv" in with_uv
+        and f"{tools}/uv pip install" in with_uv
+        and "-m pip" not in with_uv
+    )
     assert "--torch-backend" not in with_uv

@@ -15,7 +15,9 @@ PACKAGE = ROOT / "hf_depthroute"
 
 @pytest.fixture(scope="module")
 def structure() -> Any:
-    spec = importlib.util.spec_from_file_location("structure", PACKAGE.parent / ".ci" / "structure.py")
+    spec = importlib.util.spec_from_file_location(
+        "structure", PACKAGE.parent / ".ci" / "structure.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -29,7 +31,9 @@ def test_every_room_has_its_place_in_the_order(structure: Any) -> None:
 
 def test_a_room_imports_only_rooms_in_front_of_it(structure: Any) -> None:
     """In functions too, and where only a type checker looks."""
-    rising = {(arrow.source, arrow.target) for arrow in structure.upward(structure.read_arrows(PACKAGE))}
+    rising = {
+        (arrow.source, arrow.target) for arrow in structure.upward(structure.read_arrows(PACKAGE))
+    }
     assert rising == set()
 
 
@@ -50,7 +54,9 @@ def test_what_it_reads_are_the_imports(structure: Any, tmp_path: Path) -> None:
     )
     (package / "high" / "__init__.py").write_text("")
     (package / "high" / "b.py").write_text("import p.low.a\nfrom . import c\n")
-    (package / "high" / "c.py").write_text("from .b import f\nasync def f(self, x, *, y, **z):\n    from . import b\n")
+    (package / "high" / "c.py").write_text(
+        "from .b import f\nasync def f(self, x, *, y, **z):\n    from . import b\n"
+    )
     found = [tuple(arrow)[:2] + tuple(arrow)[3:] for arrow in structure.read_arrows(package)]
     assert found == [
         ("__init__", "high.b", False, False),
@@ -62,7 +68,9 @@ def test_what_it_reads_are_the_imports(structure: Any, tmp_path: Path) -> None:
         ("low.a", "high.b", True, False),
         ("low.a", "high.b", False, True),
     ]
-    edges = structure.edges_of([arrow for arrow in structure.read_arrows(package) if not arrow.typing])
+    edges = structure.edges_of(
+        [arrow for arrow in structure.read_arrows(package) if not arrow.typing]
+    )
     assert structure.circles_of(edges) == [{"high.b", "high.c", "low.a"}]
     assert structure.levels_of(edges)["__init__"] == 2
     assert next(structure.functions_of(structure.read_modules(package))) == ("high.c.f", 2, 3)
@@ -74,4 +82,6 @@ def test_tests_stand_in_the_rooms_of_the_package_and_import_no_test() -> None:
     assert len(files) > 100 and {file.parent.name for file in files} <= rooms
     assert {file.parent.parent for file in files} == {TESTS}
     imports = re.compile(r"^\s*(from|import) test_", re.MULTILINE)
-    assert not [file for file in TESTS.rglob("*.py") if imports.search(file.read_text(encoding="utf-8"))]
+    assert not [
+        file for file in TESTS.rglob("*.py") if imports.search(file.read_text(encoding="utf-8"))
+    ]

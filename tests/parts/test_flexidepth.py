@@ -92,12 +92,18 @@ def write_checkpoint(folder: Path) -> Path:
     word_tokenizer().save_pretrained(folder / "plain")
     whole = {name: value.clone() for name, value in base.state_dict().items()} | router_tensors()
     names = sorted(whole)
-    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    shards = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     published = folder / "published"
     published.mkdir()
     for shard, held in shards.items():
         save_file({name: whole[name] for name in held}, published / shard)
-    index = {"metadata": {}, "weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: shard for shard, held in shards.items() for name in held},
+    }
     (published / "model.safetensors.index.json").write_text(json.dumps(index))
     config = json.loads((folder / "plain" / "config.json").read_text()) | {
         "model_type": "ddllama",
@@ -144,15 +150,25 @@ def reference(saved: Path, ids: torch.Tensor) -> tuple[torch.Tensor, dict[int, t
             h = h + attended
             h = h + layer.mlp(layer.post_attention_layernorm(h))
             continue
-        part = {n.removeprefix(f"model.layers.{index}."): v for n, v in tensors.items() if f".{index}." in n}
+        part = {
+            n.removeprefix(f"model.layers.{index}."): v
+            for n, v in tensors.items()
+            if f".{index}." in n
+        }
         z = x @ part["router.router_enc.weight"].T
-        z = part["router.router_norm.weight"] * z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-5)
+        z = (
+            part["router.router_norm.weight"]
+            * z
+            * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-5)
+        )
         z = torch.tanh(z) @ part["router.router_dec.weight"].T
         w = torch.sigmoid(z @ part["router.router_head.weight"].T)  # [B, T, 1]
         runs = w > 0.5
         a = h + attended * runs
         y = layer.post_attention_layernorm(a)
-        small = F.silu(y @ part["router_proj.gate_proj.weight"].T) * (y @ part["router_proj.down_proj.weight"].T)
+        small = F.silu(y @ part["router_proj.gate_proj.weight"].T) * (
+            y @ part["router_proj.down_proj.weight"].T
+        )
         small = small @ part["router_proj.up_proj.weight"].T
         h = a + torch.where(runs, w * layer.mlp(y), (1 - w) * small)
         found[index] = w[..., 0]
@@ -165,7 +181,9 @@ def gap(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("executor", ["auto", "gathered", "masked", "rows"])
 @torch.no_grad()
-def test_the_converted_adapter_computes_the_references_equations(saved: Path, model: Any, executor: str) -> None:
+def test_the_converted_adapter_computes_the_references_equations(
+    saved: Path, model: Any, executor: str
+) -> None:
     ids = tokens()
     wanted, found = reference(saved, ids)
     with state_of(model).override(executor=executor), record_routes(model) as trace:
@@ -230,11 +248,16 @@ def test_padding_changes_nothing(model: Any, side: str) -> None:
     ids, pad = tokens(1), torch.zeros(1, 5, dtype=torch.long)
     order = (pad, ids) if side == "left" else (ids, pad)
     padded = torch.cat(order, dim=1)
-    mask = torch.cat([torch.zeros_like(p) if p is pad else torch.ones_like(p) for p in order], dim=1)
+    mask = torch.cat(
+        [torch.zeros_like(p) if p is pad else torch.ones_like(p) for p in order], dim=1
+    )
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     real = mask[0].bool()
     alone = model(ids).logits
-    assert gap(model(padded, attention_mask=mask, position_ids=positions).logits[:, real], alone) < LONGEST
+    assert (
+        gap(model(padded, attention_mask=mask, position_ids=positions).logits[:, real], alone)
+        < LONGEST
+    )
 
 
 @torch.no_grad()
@@ -261,14 +284,23 @@ def test_every_weight_trains_and_no_weight_of_the_base_does(saved: Path) -> None
     base = AutoModelForCausalLM.from_pretrained(saved / "plain", dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, saved / "adapter", is_trainable=True).train()
     model(tokens(), labels=tokens()).loss.backward()
-    grads = {name: p.grad is not None and bool(p.grad.any()) for name, p in model.named_parameters()}
-    assert {name for name, has in grads.items() if has} == {name for name in grads if ".depth_route_" in name}
+    grads = {
+        name: p.grad is not None and bool(p.grad.any()) for name, p in model.named_parameters()
+    }
+    assert {name for name, has in grads.items() if has} == {
+        name for name in grads if ".depth_route_" in name
+    }
 
 
 @torch.no_grad()
-def test_a_saved_copy_in_a_fresh_process_is_the_same_and_generates(saved: Path, model: Any, tmp_path: Path) -> None:
+def test_a_saved_copy_in_a_fresh_process_is_the_same_and_generates(
+    saved: Path, model: Any, tmp_path: Path
+) -> None:
     model.save_pretrained(tmp_path / "again")
-    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (saved / "adapter", tmp_path / "again"))
+    one, other = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (saved / "adapter", tmp_path / "again")
+    )
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     code = (
         "import sys, torch, peft, hf_depthroute\n"
@@ -279,7 +311,10 @@ def test_a_saved_copy_in_a_fresh_process_is_the_same_and_generates(saved: Path, 
         "print(model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist())\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code, saved / "plain", tmp_path / "again"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, saved / "plain", tmp_path / "again"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     ids = torch.tensor([[5, 6, 7, 8]])
     for _ in range(8):  # greedy, from the reference
@@ -294,19 +329,29 @@ def test_the_command_converts_what_generate_then_runs(saved: Path, tmp_path: Pat
     ended = command_line.run(*words)
     assert ended.code == 0, ended.err
     assert "3 routed layers (3 to 5), gate width 8, branch width 8" in ended.out and ended.err == ""
-    made, wanted = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "made", saved / "adapter"))
-    assert made.keys() == wanted.keys() and all(torch.equal(made[name], wanted[name]) for name in made)
+    made, wanted = (
+        load_file(f / "adapter_model.safetensors") for f in (tmp_path / "made", saved / "adapter")
+    )
+    assert made.keys() == wanted.keys() and all(
+        torch.equal(made[name], wanted[name]) for name in made
+    )
     assert command_line.run("doctor", tmp_path / "made").code == 0
     # What is there is not replaced by accident.
     assert command_line.run(*words).error.startswith("--out")
     assert command_line.run(*words, "--overwrite").code == 0
-    said = command_line.run("generate", tmp_path / "made", "--prompt", "the cat sat", "--max-new-tokens", "4")
+    said = command_line.run(
+        "generate", tmp_path / "made", "--prompt", "the cat sat", "--max-new-tokens", "4"
+    )
     assert said.code == 0, said.err
 
 
 def changed(published: Path, edit: Callable[[Tensors], None]) -> None:
     """Rewrite the checkpoint as one file of the tensors that `edit` leaves."""
-    whole = {name: value for path in published.glob("*.safetensors") for name, value in load_file(path).items()}
+    whole = {
+        name: value
+        for path in published.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
     for path in published.glob("*.safetensors*"):
         path.unlink()
     edit(whole)
@@ -317,13 +362,31 @@ HEAD, ENC = "model.layers.4.router.router_head.weight", "model.layers.4.router.r
 FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "missing": (lambda t: t.pop(HEAD), f"tensor {HEAD} is missing"),
     "base missing": (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight is missing"),
-    "unknown": (lambda t: t.update({"model.extra": torch.ones(1)}), "unexpected tensor model.extra"),
-    "bias": (lambda t: t.update({HEAD.replace("weight", "bias"): torch.ones(1)}), "unexpected tensor"),
-    "no such layer": (lambda t: t.update({HEAD.replace("4", "9"): torch.ones(1, WIDTH)}), "unexpected tensor"),
-    "shape": (lambda t: t.update({ENC: torch.ones(BOTTLENECK + 1, WIDTH)}), "has shape [9, 32], not [8, 32]"),
-    "dtype": (lambda t: t.update({ENC: torch.ones(BOTTLENECK, WIDTH, dtype=torch.int64)}), "has dtype I64"),
+    "unknown": (
+        lambda t: t.update({"model.extra": torch.ones(1)}),
+        "unexpected tensor model.extra",
+    ),
+    "bias": (
+        lambda t: t.update({HEAD.replace("weight", "bias"): torch.ones(1)}),
+        "unexpected tensor",
+    ),
+    "no such layer": (
+        lambda t: t.update({HEAD.replace("4", "9"): torch.ones(1, WIDTH)}),
+        "unexpected tensor",
+    ),
+    "shape": (
+        lambda t: t.update({ENC: torch.ones(BOTTLENECK + 1, WIDTH)}),
+        "has shape [9, 32], not [8, 32]",
+    ),
+    "dtype": (
+        lambda t: t.update({ENC: torch.ones(BOTTLENECK, WIDTH, dtype=torch.int64)}),
+        "has dtype I64",
+    ),
     "not finite": (lambda t: t[HEAD].fill_(torch.nan), "holds values that are not finite"),
-    "no routers": (lambda t: [t.pop(name) for name in list(t) if "router" in name], "no layer has a router"),
+    "no routers": (
+        lambda t: [t.pop(name) for name in list(t) if "router" in name],
+        "no layer has a router",
+    ),
     "another layer": (
         lambda t: t.update({n.replace(".5.", ".2."): t.pop(n) for n in list(t) if "5.router" in n}),
         "routing_layers=[3, 4, 5], and [2, 3, 4] have routers",
@@ -336,7 +399,9 @@ def test_a_checkpoint_that_is_not_of_the_layout_is_refused(tmp_path: Path, fault
     folder = write_checkpoint(tmp_path)
     edit, said = FAULTS[fault]
     changed(folder / "published", edit)
-    ended = command_line.run("convert", folder / "published", "--out", folder / "made", "--base", folder / "plain")
+    ended = command_line.run(
+        "convert", folder / "published", "--out", folder / "made", "--base", folder / "plain"
+    )
     assert ended.code == 4 and said in ended.error
     assert not (folder / "made").exists()
 
@@ -352,7 +417,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", CONFIGS)
-def test_a_configuration_that_is_not_converted_exactly_is_refused(tmp_path: Path, fault: str) -> None:
+def test_a_configuration_that_is_not_converted_exactly_is_refused(
+    tmp_path: Path, fault: str
+) -> None:
     folder = write_checkpoint(tmp_path)
     fields, said = CONFIGS[fault]
     path = folder / "published" / "config.json"
@@ -371,7 +438,9 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterMismatchError, match=r"model-00002-of-00002\.safetensors: corrupt"):
         convert_flexidepth(*arguments)
     second.unlink()
-    with pytest.raises(AdapterMismatchError, match=r"model-00002-of-00002\.safetensors is missing, which model"):
+    with pytest.raises(
+        AdapterMismatchError, match=r"model-00002-of-00002\.safetensors is missing, which model"
+    ):
         convert_flexidepth(*arguments)
     second.write_bytes(first.read_bytes())
     with pytest.raises(AdapterMismatchError, match="is in two files"):
@@ -405,7 +474,10 @@ def test_preset_is_of_the_papers_sizes() -> None:
     gate: Any = routing.depth_route_gate["default"]
     branch: Any = routing.depth_route_branch["default"]
     assert [h.layer_index for h in routings_of(model)] == ROUTED
-    assert gate.enc.weight.shape == (WIDTH // 16, WIDTH) and branch.gate.weight.shape == (128 // 16, WIDTH)
+    assert gate.enc.weight.shape == (WIDTH // 16, WIDTH) and branch.gate.weight.shape == (
+        128 // 16,
+        WIDTH,
+    )
     assert route_cost(model).flops_routed < route_cost(model).flops_dense
 
 
@@ -420,7 +492,9 @@ def test_the_fixed_threshold_is_a_probability_above_one_half() -> None:
 def test_it_follows_a_budget_where_it_is_asked_to(saved: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(saved / "plain", dtype=torch.float32)
     fields = {"gate": "bottleneck", "target": "block", "branch": "swiglu", "layers": "last:half"}
-    model = get_depth_routed_model(base, DepthRouteConfig(**fields, threshold="budget", budget=0.25)).eval()
+    model = get_depth_routed_model(
+        base, DepthRouteConfig(**fields, threshold="budget", budget=0.25)
+    ).eval()
     ids = tokens(8)
     calibrate(model, [{"input_ids": ids}])
     with record_routes(model) as trace:
@@ -442,7 +516,9 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_the_gate_cannot_do_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        DepthRouteConfig(**{"gate": "bottleneck", "target": "block", "branch": "swiglu"} | REFUSED[field])
+        DepthRouteConfig(
+            **{"gate": "bottleneck", "target": "block", "branch": "swiglu"} | REFUSED[field]
+        )
 
 
 def test_fitting_refuses_a_branch_that_is_scaled(model: Any) -> None:

@@ -34,12 +34,19 @@ def test_parameter_counts_are_the_papers(case: str) -> None:
     fields, trainable, total = PARAMETERS[case]
     with torch.device("meta"):
         model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=151_665, n_positions=768, n_embd=640, n_layer=12, n_head=10, n_inner=2560)
+            GPT2Config(
+                vocab_size=151_665, n_positions=768, n_embd=640, n_layer=12, n_head=10, n_inner=2560
+            )
         )
         assert sum(p.numel() for p in model.parameters()) == BASE_PARAMETERS
-        routed = get_depth_routed_model(model, DepthRouteConfig(layers="last:4", branch_rank=80, **fields))
+        routed = get_depth_routed_model(
+            model, DepthRouteConfig(layers="last:4", branch_rank=80, **fields)
+        )
     counts = [(p.numel(), p.requires_grad) for p in routed.parameters()]
-    shown_trainable, shown_total = sum(n for n, trains in counts if trains), sum(n for n, _ in counts)
+    shown_trainable, shown_total = (
+        sum(n for n, trains in counts if trains),
+        sum(n for n, _ in counts),
+    )
     # The paper counts one target projection and compares it with a total that includes the frozen one.
     assert (shown_trainable, shown_total) == (trainable, total)
 
@@ -48,11 +55,18 @@ def test_defaults_are_the_papers_sizes() -> None:
     model = get_depth_routed_model(build_base("gpt2"), DepthRouteConfig())
     config = model.peft_config["default"]
     assert (config.gate_hidden, config.branch_rank) == (32 // 4, 32 // 8)
-    assert (config.context_dim, config.summary_dim, config.action_dim, config.gate_temperature) == (128, 64, 16, 2.0)
+    assert (config.context_dim, config.summary_dim, config.action_dim, config.gate_temperature) == (
+        128,
+        64,
+        16,
+        2.0,
+    )
 
 
 def adapter(gate: str, seed: int = 0, family: str = "llama") -> dict[str, torch.Tensor]:
-    config = DepthRouteConfig(layers=[1, 3], gate=gate, seed=seed, context_dim=16, summary_dim=8, action_dim=4)
+    config = DepthRouteConfig(
+        layers=[1, 3], gate=gate, seed=seed, context_dim=16, summary_dim=8, action_dim=4
+    )
     return get_peft_model_state_dict(get_depth_routed_model(build_base(family), config))
 
 
@@ -73,7 +87,9 @@ def test_scores_are_float32_whatever_the_input(gate: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_adapter_weights_are_float32_over_a_low_precision_base(gate: str, dtype: torch.dtype) -> None:
+def test_adapter_weights_are_float32_over_a_low_precision_base(
+    gate: str, dtype: torch.dtype
+) -> None:
     model = get_depth_routed_model(build_base("llama", dtype=dtype), DepthRouteConfig(gate=gate))
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for n, p in model.named_parameters() if "depth_route" not in n} == {dtype}
@@ -88,14 +104,18 @@ def test_jepa_gate_gives_the_stream_no_gradient() -> None:
 @pytest.mark.parametrize("length", [0, 1])
 @pytest.mark.parametrize("gate", GATES)
 def test_gates_take_any_length(gate: str, length: int) -> None:
-    assert GATE_CLASSES[gate](32, DepthRouteConfig(gate=gate))(torch.zeros(3, length, 32))["scores"].shape == (
+    assert GATE_CLASSES[gate](32, DepthRouteConfig(gate=gate))(torch.zeros(3, length, 32))[
+        "scores"
+    ].shape == (
         3,
         length,
     )
 
 
 def test_target_projection_is_orthogonal_frozen_and_shared() -> None:
-    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(gate="jepa", layers="all", summary_dim=8))
+    model = get_depth_routed_model(
+        build_base("llama"), DepthRouteConfig(gate="jepa", layers="all", summary_dim=8)
+    )
     projections = [module for module in model.modules() if isinstance(module, TargetProjection)]
     assert len(projections) == 1
     assert not projections[0].weight.requires_grad

@@ -35,7 +35,9 @@ def branches(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", [*FAMILY_NAMES, *EXTENDED])
-def test_with_all_neurons_and_the_ffns_own_output_it_is_the_ffn_of_every_family_that_it_takes(family: str) -> None:
+def test_with_all_neurons_and_the_ffns_own_output_it_is_the_ffn_of_every_family_that_it_takes(
+    family: str,
+) -> None:
     base: Any = build_base(family)
     row, layer = find_family(base), decoder_layers(base)[1]
     ffn = getattr(layer, row.ffn)
@@ -48,7 +50,9 @@ def test_with_all_neurons_and_the_ffns_own_output_it_is_the_ffn_of_every_family_
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         branch.down.weight.copy_(ffn.down_proj.weight)
-        branch.down.bias.copy_(torch.zeros(32) if ffn.down_proj.bias is None else ffn.down_proj.bias)
+        branch.down.bias.copy_(
+            torch.zeros(32) if ffn.down_proj.bias is None else ffn.down_proj.bias
+        )
         assert gap(branch(x), ffn(x if norm is None else norm(x))) < 1e-5
 
 
@@ -70,7 +74,11 @@ def test_every_executor_gives_what_training_computes(executor: str) -> None:
 
 def test_only_the_output_trains_and_nothing_of_the_base_is_copied() -> None:
     model = build()
-    held = {name.split("default.")[-1] for name, p in model.named_parameters() if "depth_route_branch" in name}
+    held = {
+        name.split("default.")[-1]
+        for name, p in model.named_parameters()
+        if "depth_route_branch" in name
+    }
     assert held == {"down.weight", "down.bias"}
     model.train()
     model(tokens(2, 12), labels=tokens(2, 12)).loss.backward()
@@ -78,11 +86,15 @@ def test_only_the_output_trains_and_nothing_of_the_base_is_copied() -> None:
     assert not any(p.requires_grad for name, p in model.named_parameters() if ".mlp." in name)
 
 
-def test_a_fit_takes_the_neurons_with_the_most_energy_and_explains_more_than_the_first_ones() -> None:
+def test_a_fit_takes_the_neurons_with_the_most_energy_and_explains_more_than_the_first_ones() -> (
+    None
+):
     base = build_base("llama")
     with torch.no_grad():
         decoder_layers(base)[2].mlp.down_proj.weight[:, 40:] *= 5
-    model = get_depth_routed_model(base, DepthRouteConfig(layers=[2], gate="none", branch="neurons", branch_rank=16))
+    model = get_depth_routed_model(
+        base, DepthRouteConfig(layers=[2], gate="none", branch="neurons", branch_rank=16)
+    )
     missed = fit_branches(model, TEXT)[2]
     (branch,) = branches(model)
     assert (branch.neurons >= 40).all() and len(branch.neurons.unique()) == 16
@@ -95,7 +107,9 @@ def test_neurons_that_cost_nothing_are_not_chosen() -> None:
     with torch.no_grad():
         ffn.down_proj.weight[1:, 40:] *= 5  # of the stream's first channel alone is anything read
         ffn.down_proj.weight[0, 40:] = 0
-    model = get_depth_routed_model(base, DepthRouteConfig(layers=[2], gate="none", branch="neurons", branch_rank=16))
+    model = get_depth_routed_model(
+        base, DepthRouteConfig(layers=[2], gate="none", branch="neurons", branch_rank=16)
+    )
     (branch,) = branches(model)
     x_Nd, weight_N = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), torch.ones(64)
     metric_dd = torch.zeros(32, 32)
@@ -120,7 +134,9 @@ def test_what_was_fitted_is_saved_and_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 64])
-def test_a_file_with_neurons_that_the_ffn_does_not_have_is_refused(wrong: int, tmp_path: Path) -> None:
+def test_a_file_with_neurons_that_the_ffn_does_not_have_is_refused(
+    wrong: int, tmp_path: Path
+) -> None:
     build(layers=[1]).save_pretrained(str(tmp_path))
     path = tmp_path / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -129,7 +145,9 @@ def test_a_file_with_neurons_that_the_ffn_does_not_have_is_refused(wrong: int, t
     save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"weights_hash": None}))
-    with pytest.raises(AdapterMismatchError, match="negative index" if wrong < 0 else "neurons that the base"):
+    with pytest.raises(
+        AdapterMismatchError, match="negative index" if wrong < 0 else "neurons that the base"
+    ):
         PeftModel.from_pretrained(build_base("llama"), str(tmp_path))
 
 
@@ -165,7 +183,9 @@ def test_decoding_reads_copies_of_the_bases_rows_and_gives_what_a_pass_gives(
     model, ids, calls = build(), tokens(batch, 16, seed=4), []
     for name in ("__call__", "both"):
         run = getattr(NeuronStep, name)
-        monkeypatch.setattr(NeuronStep, name, lambda *args, run=run, name=name: calls.append(name) or run(*args))
+        monkeypatch.setattr(
+            NeuronStep, name, lambda *args, run=run, name=name: calls.append(name) or run(*args)
+        )
     with torch.no_grad():
         assert gap(decoded(model, ids), model(ids).logits[:, 4:]) < 1e-4
     assert ("both" in calls) == (1 < batch <= SHARED_ROWS)
@@ -194,7 +214,9 @@ def test_what_is_watched_is_called_in_decoding_too(name: str) -> None:
 
 
 def test_it_is_counted() -> None:
-    lowrank, neurons = (build_routed("llama", branch=b, branch_rank=16, budget=0.5) for b in ("lowrank", "neurons"))
+    lowrank, neurons = (
+        build_routed("llama", branch=b, branch_rank=16, budget=0.5) for b in ("lowrank", "neurons")
+    )
     more = route_cost(neurons).flops_routed - route_cost(lowrank).flops_routed
     per_token = 2 * 0.5 * 3 * 16 * 32  # half of the tokens of three layers: one more map of 16 x 32
     assert more == pytest.approx(per_token * 1024, rel=1e-3)
@@ -206,4 +228,6 @@ def test_it_is_counted() -> None:
 )
 def test_what_it_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        get_depth_routed_model(build_base("llama"), DepthRouteConfig(**({"branch": "neurons"} | fields)))
+        get_depth_routed_model(
+            build_base("llama"), DepthRouteConfig(**({"branch": "neurons"} | fields))
+        )

@@ -15,9 +15,14 @@ from hf_depthroute.parts.rules import budget_count, threshold_mask, topk_mask
 INF, NAN = math.inf, math.nan
 
 budgets = st.one_of(st.integers(1, 100).map(lambda percent: percent / 100), st.floats(0.001, 1.0))
-score_values = st.one_of(st.sampled_from([NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0]), st.floats(-5, 5, width=32))
+score_values = st.one_of(
+    st.sampled_from([NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0]), st.floats(-5, 5, width=32)
+)
 rows = st.integers(0, 24).flatmap(
-    lambda n: st.tuples(st.lists(score_values, min_size=n, max_size=n), st.lists(st.booleans(), min_size=n, max_size=n))
+    lambda n: st.tuples(
+        st.lists(score_values, min_size=n, max_size=n),
+        st.lists(st.booleans(), min_size=n, max_size=n),
+    )
 )
 property_test = settings(max_examples=200, deadline=None, derandomize=True)
 
@@ -34,7 +39,11 @@ def choose(scores: list[float], real: list[bool] | None, budget: float) -> list[
 def chosen_by_definition(scores: list[float], real: list[bool], budget: float) -> list[bool]:
     """The rule written out: real scores that are numbers, highest first, lowest index first among equals."""
     count = exact_count(budget, sum(real))
-    eligible = [i for i, (score, is_real) in enumerate(zip(scores, real)) if is_real and not math.isnan(score)]
+    eligible = [
+        i
+        for i, (score, is_real) in enumerate(zip(scores, real))
+        if is_real and not math.isnan(score)
+    ]
     best = set(sorted(eligible, key=lambda i: (-scores[i], i))[:count])
     return [i in best for i in range(len(scores))]
 
@@ -76,24 +85,32 @@ def test_topk_follows_its_definition(row: tuple[list[float], list[bool]], budget
 
 @property_test
 @given(rows, st.one_of(st.sampled_from([INF, -INF, 0.0]), st.floats(-5, 5, width=32)))
-def test_threshold_follows_its_definition(row: tuple[list[float], list[bool]], threshold: float) -> None:
+def test_threshold_follows_its_definition(
+    row: tuple[list[float], list[bool]], threshold: float
+) -> None:
     scores, real = row
     mask = threshold_mask(
-        torch.tensor([scores]).reshape(1, -1), threshold, torch.tensor([real], dtype=torch.bool).reshape(1, -1)
+        torch.tensor([scores]).reshape(1, -1),
+        threshold,
+        torch.tensor([real], dtype=torch.bool).reshape(1, -1),
     )
     assert mask[0].tolist() == [r and score >= threshold for score, r in zip(scores, real)]
 
 
 @property_test
 @given(st.integers(1, 40), st.sampled_from([0.0, 1.0, INF, -INF]), budgets)
-def test_ties_go_to_the_lowest_indices_and_the_count_is_exact(n: int, value: float, budget: float) -> None:
+def test_ties_go_to_the_lowest_indices_and_the_count_is_exact(
+    n: int, value: float, budget: float
+) -> None:
     count = exact_count(budget, n)
     assert choose([value] * n, None, budget) == [i < count for i in range(n)]
 
 
 @property_test
 @given(rows, budgets)
-def test_nan_and_padding_are_never_chosen(row: tuple[list[float], list[bool]], budget: float) -> None:
+def test_nan_and_padding_are_never_chosen(
+    row: tuple[list[float], list[bool]], budget: float
+) -> None:
     scores, real = row
     for chosen, score, is_real in zip(choose(scores, real, budget), scores, real):
         assert not (chosen and (math.isnan(score) or not is_real))
@@ -107,7 +124,10 @@ def test_infinite_scores_are_ordered() -> None:
 
 def test_one_row_does_not_change_another() -> None:
     scores = torch.tensor([[3.0, 2.0, 1.0, 0.0], [NAN, INF, 5.0, 5.0]])
-    assert topk_mask(scores, 0.5).tolist() == [[True, True, False, False], [False, True, True, False]]
+    assert topk_mask(scores, 0.5).tolist() == [
+        [True, True, False, False],
+        [False, True, True, False],
+    ]
 
 
 @pytest.mark.parametrize("length", [0, 1])

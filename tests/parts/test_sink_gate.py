@@ -62,7 +62,9 @@ def test_the_bound_lies_between_the_sinks_and_the_others() -> None:
 
 def test_the_bound_is_saved_and_nothing_of_the_gate_trains(tmp_path: Path) -> None:
     model = build("block")
-    assert not [n for n, p in model.named_parameters() if p.requires_grad and "depth_route_gate" in n]
+    assert not [
+        n for n, p in model.named_parameters() if p.requires_grad and "depth_route_gate" in n
+    ]
     model.save_pretrained(str(tmp_path))
     loaded: Any = PeftModel.from_pretrained(build_base("llama"), str(tmp_path)).eval()
     ids = tokens(2, 20, seed=9)
@@ -75,14 +77,18 @@ def test_no_budget_says_how_many_run_in_full() -> None:
         calibrate(build(), {"input_ids": tokens(2, 12)})
 
 
-@pytest.mark.parametrize("fields", [{"target": "experts"}, {"granularity": "sequence"}, {"selection": "topk"}])
+@pytest.mark.parametrize(
+    "fields", [{"target": "experts"}, {"granularity": "sequence"}, {"selection": "topk"}]
+)
 def test_what_it_cannot_decide_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         DepthRouteConfig(gate="sinks", **fields)
 
 
 def test_a_model_without_sinks_skips_every_token() -> None:
-    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(gate="sinks", layers=[1])).eval()
+    model = get_depth_routed_model(
+        build_base("llama"), DepthRouteConfig(gate="sinks", layers=[1])
+    ).eval()
     with torch.no_grad(), record_routes(model) as trace:
         model(tokens(2, 12))
     assert not trace[1].mask.any()

@@ -32,7 +32,8 @@ SPACE = ROOT / "recipes" / "space" / "app.py"
 
 
 @pytest.mark.parametrize(
-    "family, kind", [("llama", "mlp"), ("gpt2", "block"), ("llama", "attention"), ("olmoe", "experts")]
+    "family, kind",
+    [("llama", "mlp"), ("gpt2", "block"), ("llama", "attention"), ("olmoe", "experts")],
 )
 def test_both_texts_are_those_of_generate(family: str, kind: str) -> None:
     model = build_routed(family, kind)
@@ -41,7 +42,9 @@ def test_both_texts_are_those_of_generate(family: str, kind: str) -> None:
     expected = model.generate(input_ids=ids, **greedy)[0].tolist()
     with model.disable_adapter():
         base = model.generate(input_ids=ids, **greedy)[0].tolist()
-    steps = [(len(written.ids), written, dense) for written, dense in write(model, ids[0].tolist(), 9)]
+    steps = [
+        (len(written.ids), written, dense) for written, dense in write(model, ids[0].tolist(), 9)
+    ]
     assert [length for length, *_ in steps] == list(range(8, 17))
     _, written, dense = steps[-1]
     assert (written.ids, dense.ids) == (expected, base)
@@ -57,7 +60,11 @@ def test_layers_are_those_that_run_over_the_whole_text() -> None:
     assert len(set(written.layers)) > 1 and max(written.layers) <= written.depth
     assert set(dense.layers) == {float(dense.depth)} and dense.share == 1
     routed_layers = list(trace.values())
-    full = sum(float(record.mask.float().mean()) for record in routed_layers) + written.depth - len(routed_layers)
+    full = (
+        sum(float(record.mask.float().mean()) for record in routed_layers)
+        + written.depth
+        - len(routed_layers)
+    )
     assert written.share == pytest.approx(full / written.depth)
 
 
@@ -76,9 +83,13 @@ def test_a_text_ends_where_generate_ends_it_and_the_other_goes_on() -> None:
 
 
 def test_a_step_is_timed_and_the_prompt_apart() -> None:
-    (first, _), *_, (last, dense) = list(write(build_routed("llama", "mlp"), tokens(1, 7)[0].tolist(), 6))
+    (first, _), *_, (last, dense) = list(
+        write(build_routed("llama", "mlp"), tokens(1, 7)[0].tolist(), 6)
+    )
     assert first is last and last.prompt_seconds > 0 and last.seconds > 0
-    assert last.tokens_per_second == 5 / last.seconds and dense.tokens_per_second == 5 / dense.seconds
+    assert (
+        last.tokens_per_second == 5 / last.seconds and dense.tokens_per_second == 5 / dense.seconds
+    )
 
 
 def test_what_is_drawn_is_the_text_and_never_markup() -> None:
@@ -100,7 +111,10 @@ def test_what_is_drawn_is_the_text_and_never_markup() -> None:
 def test_without_gradio_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     ended = run("play", "adapter")
-    assert (ended.code, ended.error) == (2, "play needs Gradio; install it with: pip install gradio")
+    assert (ended.code, ended.error) == (
+        2,
+        "play needs Gradio; install it with: pip install gradio",
+    )
 
 
 @pytest.fixture
@@ -112,17 +126,31 @@ def files(tmp_path: Path, saved_adapter: Callable[[PeftModel], Path]) -> tuple[P
     return base, saved_adapter(routed(AutoModelForCausalLM.from_pretrained(base)))
 
 
-def test_the_page_rounds_the_budget_and_says_of_which_layers_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_rounds_the_budget_and_says_of_which_layers_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What is shown is rounded; the adapter's own budget stays as it is until the slider moves."""
     pytest.importorskip("gradio", reason="the page is made with Gradio (extra play)")
     model = build_routed("llama", "mlp", budget=0.7321428)
     asked: list[float] = []
-    monkeypatch.setattr("hf_depthroute.play.page.set_budget", lambda _, budget: asked.append(budget))
+    monkeypatch.setattr(
+        "hf_depthroute.play.page.set_budget", lambda _, budget: asked.append(budget)
+    )
     tokenizer = word_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}the dog said {{ message.content }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for message in messages %}the dog said {{ message.content }}{% endfor %}"
+    )
     page = make_page(model, tokenizer, "tiny")
-    (slider,) = (block for block in page.blocks.values() if str(getattr(block, "label", "")).startswith("Budget"))
-    (box,) = (block for block in page.blocks.values() if str(getattr(block, "label", "")).startswith("Chat template"))
+    (slider,) = (
+        block
+        for block in page.blocks.values()
+        if str(getattr(block, "label", "")).startswith("Budget")
+    )
+    (box,) = (
+        block
+        for block in page.blocks.values()
+        if str(getattr(block, "label", "")).startswith("Chat template")
+    )
     assert slider.value == 0.73
     assert slider.info == (
         "The adapter's is 0.732 of the calls in 3 layers with a gate, which is 0.799 of all 4 layers."
@@ -135,7 +163,9 @@ def test_the_page_rounds_the_budget_and_says_of_which_layers_it_is(monkeypatch: 
     assert "dog" in chat and "dog" not in plain.split('class="written"')[0]
 
 
-def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_space_in_a_browser(
+    files: tuple[Path, Path], browser: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Type, write, stop, move the budget, forget the prompt; nothing is asked of another host."""
     pytest.importorskip("gradio", reason="the page is made with Gradio (extra play)")
     expect = pytest.importorskip("playwright.sync_api").expect
@@ -147,7 +177,9 @@ def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypa
     app = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(app)
     app.model.generation_config.eos_token_id = None  # whatever a random model says
-    _, url, _ = app.demo.launch(prevent_thread_lock=True, quiet=True, server_port=None, ssr_mode=False)
+    _, url, _ = app.demo.launch(
+        prevent_thread_lock=True, quiet=True, server_port=None, ssr_mode=False
+    )
     try:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         asked, errors = [], []
@@ -158,7 +190,9 @@ def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypa
         facts = page.locator("#routed-facts")
         routed_text, dense_text = (page.locator(f"#{name} .text") for name in ("routed", "base"))
 
-        def write_until(seen: Any, text: Any, prompt: str = "the cat sat on the mat", new_tokens: int = 12) -> None:
+        def write_until(
+            seen: Any, text: Any, prompt: str = "the cat sat on the mat", new_tokens: int = 12
+        ) -> None:
             """Type and click until `seen` has the text: while a run lasts, clicks are not heard."""
             for _ in range(30):
                 page.get_by_label("Prompt").fill(prompt)
@@ -170,7 +204,9 @@ def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypa
             expect(seen).to_contain_text(text)
 
         write_until(facts, "12 new,")
-        assert routed_text.locator(".written").count() == dense_text.locator(".written").count() == 12
+        assert (
+            routed_text.locator(".written").count() == dense_text.locator(".written").count() == 12
+        )
         assert routed_text.text_content().startswith("the cat sat on the mat")
         expect(page.locator("#base-facts")).to_contain_text("100% of the layers in full")
         shares = {span.get_attribute("title") for span in routed_text.locator("span[title]").all()}
@@ -187,7 +223,9 @@ def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypa
         write_until(facts, re.compile("12 new.*100% of the layers in full"))
         write_until(page.locator("body"), "The prompt has no tokens", prompt="")
         assert errors == []
-        assert {address.split("/")[2] for address in asked if not address.startswith("data:")} == {url.split("/")[2]}
+        assert {address.split("/")[2] for address in asked if not address.startswith("data:")} == {
+            url.split("/")[2]
+        }
     finally:
         app.demo.close(verbose=False)
 
@@ -208,7 +246,9 @@ def test_the_command_serves_the_page_until_ctrl_c(files: tuple[Path, Path]) -> N
             with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=60) as answer:
                 assert b'"title":"adapter"' in answer.read()
             ended = run(*words)
-            assert ended.code == 2 and ended.error.endswith(f"--port {port}: cannot listen there; choose others")
+            assert ended.code == 2 and ended.error.endswith(
+                f"--port {port}: cannot listen there; choose others"
+            )
             server.send_signal(signal.SIGINT)
             _, said_last = server.communicate(timeout=60)
         finally:

@@ -20,6 +20,8 @@ def test_the_example_cards_are_current() -> None:
     cards = module.cards()
     assert len(cards) >= 2
     for path, text in cards.items():
-        assert path.read_text(encoding="utf-8") == text, f"run python model_cards/make.py: {path.name} is old"
+        assert path.read_text(encoding="utf-8") == text, (
+            f"run python model_cards/make.py: {path.name} is old"
+        )
         assert card_fault(text) is None
         assert not MACHINE.search(text)

@@ -30,7 +30,12 @@ def recipe(monkeypatch):
 
 
 def tiny():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=60, num_hidden_layers=5, **sizes))
     model = randomised(model, "sdpa", torch.float32, seed=0).eval()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
@@ -52,7 +57,9 @@ def texts():
     return SimpleNamespace(report={"all": rows, "prompts": rows})
 
 
-def test_the_dense_model_loses_nothing_and_answers_the_same_however_it_is_asked(recipe, setup, texts):
+def test_the_dense_model_loses_nothing_and_answers_the_same_however_it_is_asked(
+    recipe, setup, texts
+):
     dense = recipe.run.Dense(setup, texts)
     lost = recipe.run.over_dense(dense.system, dense, "all")["texts"]
     assert lost["a"] == lost["b"] == {"more": 0, "error": 0, "rows": 8}
@@ -75,8 +82,12 @@ def test_a_fifth_of_the_blocks_left_out_is_counted(recipe, setup, texts, name):
 @pytest.mark.parametrize(("name", "setting"), [("routed", "all"), ("prompts", "prompts")])
 def test_a_fitted_router_is_kept_and_read_again(recipe, setup, texts, name, setting, monkeypatch):
     # The clock chooses what a prompt leaves out, and would choose by chance in a model of this size.
-    monkeypatch.setattr(option_times, "time_savings", lambda base, found, *given: dict.fromkeys(found[0], 0.11))
-    monkeypatch.setattr(option_times, "time_left", lambda base, chosen, *given: 1 - 0.11 * len(chosen))
+    monkeypatch.setattr(
+        option_times, "time_savings", lambda base, found, *given: dict.fromkeys(found[0], 0.11)
+    )
+    monkeypatch.setattr(
+        option_times, "time_left", lambda base, chosen, *given: 1 - 0.11 * len(chosen)
+    )
     found = recipe.run.measured(name, setup, recipe.run.Dense(setup, texts))
     assert found["setting"] == setting and found["loss"]["texts"]["a"]["more"] != 0
     assert setting == "prompts" or found["calls"]["pass"] < 1
@@ -106,7 +117,9 @@ def test_a_generation_that_takes_no_mask_is_found(recipe):
     model = tiny()
 
     def generate(rows, mask, new):
-        return model.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=new, do_sample=False)
+        return model.generate(
+            rows, attention_mask=torch.ones_like(rows), max_new_tokens=new, do_sample=False
+        )
 
     system = changed_by(recipe, base=model, generate=generate)
     assert recipe.measure.same_answers(system, ids(4), padding=0)["changed"] == 0
@@ -120,7 +133,9 @@ def test_a_choice_over_the_batch_is_found(recipe):
         out = model.generate(rows, attention_mask=mask, max_new_tokens=new, do_sample=False)
         return out.roll(1, 0) if len(rows) > 1 else out
 
-    found = recipe.measure.same_answers(changed_by(recipe, base=model, generate=generate), ids(4), padding=0)
+    found = recipe.measure.same_answers(
+        changed_by(recipe, base=model, generate=generate), ids(4), padding=0
+    )
     assert found["changed"] > 0
 
 
@@ -183,7 +198,19 @@ def test_the_table_has_a_line_for_what_ran_and_a_sentence_for_what_did_not(recip
     timed = {"over_dense": {"exit": {"prompt": 0.81, "one": 0.82}}}
     *_, line = recipe.page.table(found, timed, ["exit"])
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[2:] == ["0.80 / 0.80", "0.84", "+0.100 ± 0.030", "0 of 32, 2e-05", "no", "refused", "0.81", "0.82", ""]
-    assert recipe.page.failures(found) == ["TIDE does not run on transformers 5.23: `ImportError: X`."]
+    assert cells[2:] == [
+        "0.80 / 0.80",
+        "0.84",
+        "+0.100 ± 0.030",
+        "0 of 32, 2e-05",
+        "no",
+        "refused",
+        "0.81",
+        "0.82",
+        "",
+    ]
+    assert recipe.page.failures(found) == [
+        "TIDE does not run on transformers 5.23: `ImportError: X`."
+    ]
     both = {"routed": row, "int8": row, "int8-routed": row}
     assert "both +0.100 (the sum is +0.200)" in recipe.page.stacked(both)[0]

@@ -73,7 +73,11 @@ def depth_routing(out: Path, config: str, name: str, more: dict[str, str]) -> Re
 def recipes(out: Path) -> Iterator[Recipe]:
     tuning = script("router_tuning/run.py")
     study = read_mapping(RECIPES / "router_tuning" / "study.yaml")
-    row = next(row for row in study["table"] if (row["target"], row["granularity"]) == ("attention", "sequence"))
+    row = next(
+        row
+        for row in study["table"]
+        if (row["target"], row["granularity"]) == ("attention", "sequence")
+    )
     arguments = tuning.training_arguments(study, row | {"seed": 1}, out)
     tuned = {
         "capacity_weight": "at the paper's largest, 0.1, the routers stay dense here; 4 to 10 reach the budget",
@@ -96,11 +100,17 @@ def recipes(out: Path) -> Iterator[Recipe]:
     spec = next(spec for spec in moe.specs() if spec["method"] == "per_expert")
     adapter = moe.configure(spec, None, [], out)
     reasons = tuned | {"capacity_weight": PILOTS, "budget_scope": CALIBRATED}
-    yield Recipe("router-tuning-experts", adapter, given(moe.training_arguments(spec, out)), reasons)
+    yield Recipe(
+        "router-tuning-experts", adapter, given(moe.training_arguments(spec, out)), reasons
+    )
 
     selective = script("token_selective/run.py")
     run = selective.read_runs(RECIPES / "token_selective" / "paper.yaml")["tsa"]
-    own_loop = {"learning_rate": run["lr"], "weight_decay": run["weight_decay"], "depth_weight": run["depth_weight"]}
+    own_loop = {
+        "learning_rate": run["lr"],
+        "weight_decay": run["weight_decay"],
+        "depth_weight": run["depth_weight"],
+    }
     yield Recipe("token-selective-attention", selective.adapter_config(run), own_loop, {})
 
     engram = script("engram/run.py")
@@ -122,7 +132,10 @@ def recipes_of_the_long_study(out: Path) -> Iterator[Recipe]:
         "budget_weight": "by tune.py: at 1 the mean probability ends at 0.8 for a budget of 0.5",
     }
     plain = {"warmup_steps": RUN_LENGTH, "layers": SMALL}
-    sizes = dict.fromkeys(("context_dim", "summary_dim", "action_dim"), "of the width what the paper's gate has of its")
+    sizes = dict.fromkeys(
+        ("context_dim", "summary_dim", "action_dim"),
+        "of the width what the paper's gate has of its",
+    )
     g1, g3 = "conditional-depth-routing", "conditional-depth-routing-jepa"
     yield depth_routing(out, "g1_8e3", g1, searched | plain)
     yield depth_routing(out, "g3_8e3", g3, searched | plain | sizes)
@@ -151,7 +164,9 @@ def differing(recipe: Recipe) -> set[str]:
     return found - without_effect(config, training)
 
 
-def test_a_preset_and_the_recipes_of_its_paper_differ_where_a_reason_says_so(tmp_path: Path) -> None:
+def test_a_preset_and_the_recipes_of_its_paper_differ_where_a_reason_says_so(
+    tmp_path: Path,
+) -> None:
     compared = [*recipes(tmp_path), *recipes_of_the_long_study(tmp_path)]
     assert [(recipe.name, differing(recipe)) for recipe in compared] == [
         (recipe.name, set(recipe.reasons)) for recipe in compared

@@ -24,7 +24,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The command on a few lines and a tiny model; `stop` is called with every row of the log."""
     texts = {"train": LINES[:500], "validation": LINES[500:]}
     monkeypatch.setattr(pretrain, "load_text", lambda source, split: {"text": texts[split]})
-    monkeypatch.setitem(pretrain.SHAPES, "wide_base", pretrain.Shape(32, 64, 2, 4, 2, 300, False, "muon", 1e-2))
+    monkeypatch.setitem(
+        pretrain.SHAPES, "wide_base", pretrain.Shape(32, 64, 2, 4, 2, 300, False, "muon", 1e-2)
+    )
     monkeypatch.setattr(pretrain, "CARDS", tmp_path)
     shutil.copy(ROOT / "model_cards" / "wide_base.template.md", tmp_path)
     write, terminated = pretrain.Log.write, signal.getsignal(signal.SIGTERM)
@@ -36,8 +38,26 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 stop(row["step"])
 
         monkeypatch.setattr(pretrain.Log, "write", write_and_stop)
-        given = ["--shape", "wide_base", "--out", str(tmp_path / folder / "model"), "--work", str(tmp_path / folder)]
-        sizes = ["--batch", "4", "--length", "16", "--warmup", "2", "--log-every", "1", "--validate-every", "3"]
+        given = [
+            "--shape",
+            "wide_base",
+            "--out",
+            str(tmp_path / folder / "model"),
+            "--work",
+            str(tmp_path / folder),
+        ]
+        sizes = [
+            "--batch",
+            "4",
+            "--length",
+            "16",
+            "--warmup",
+            "2",
+            "--log-every",
+            "1",
+            "--validate-every",
+            "3",
+        ]
         monkeypatch.setattr(sys, "argv", ["pretrain.py", *given, *sizes, *options])
         pretrain.main()
         return tmp_path / folder
@@ -73,9 +93,9 @@ def test_a_run_stopped_and_killed_ends_as_one_that_was_not(run: Any) -> None:
     assert torch.load(run("parts", "--steps", "10") / "checkpoint.pt")["step"] == 10
     model, rows = learned(whole)
     assert (model, rows) == learned(whole.parent / "parts")
-    assert [row["step"] for row in rows] == list(range(1, 11)) and rows[8]["validation_loss"] < rows[2][
+    assert [row["step"] for row in rows] == list(range(1, 11)) and rows[8][
         "validation_loss"
-    ]
+    ] < rows[2]["validation_loss"]
 
 
 def test_finishing_lets_the_rate_fall_to_zero_and_leaves_the_run_as_it_was(run: Any) -> None:
@@ -96,7 +116,9 @@ def test_finishing_lets_the_rate_fall_to_zero_and_leaves_the_run_as_it_was(run: 
     assert torch.load(work / "checkpoint.pt")["step"] == 14
 
 
-def test_a_compiled_run_learns_through_the_compiled_model(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_run_learns_through_the_compiled_model(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called: list[Any] = []
 
     def compile_(model: Any) -> Any:
@@ -104,7 +126,9 @@ def test_a_compiled_run_learns_through_the_compiled_model(run: Any, monkeypatch:
 
     plain = run("plain", "--steps", "2")
     monkeypatch.setattr(torch, "compile", compile_)
-    assert learned(run("compiled", "--steps", "2", "--compile")) == learned(plain) and len(called) == 2
+    assert (
+        learned(run("compiled", "--steps", "2", "--compile")) == learned(plain) and len(called) == 2
+    )
 
 
 def test_other_settings_are_not_resumed(run: Any) -> None:
@@ -116,10 +140,17 @@ def test_other_settings_are_not_resumed(run: Any) -> None:
 def test_text_of_packages_holds_no_file_twice_no_copy_of_held_out_text_and_not_this_project(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    some = [package for package in metadata.distributions() if package.name in ("pluggy", "iniconfig", "hf_depthroute")]
+    some = [
+        package
+        for package in metadata.distributions()
+        if package.name in ("pluggy", "iniconfig", "hf_depthroute")
+    ]
     monkeypatch.setattr(pretrain.metadata, "distributions", lambda path: some)
     texts, licences = pretrain.package_texts([], ["nothing"])
-    assert len(set(texts)) == len(texts) and {name.split()[0] for name in licences} == {"pluggy", "iniconfig"}
+    assert len(set(texts)) == len(texts) and {name.split()[0] for name in licences} == {
+        "pluggy",
+        "iniconfig",
+    }
     longest, shortest = max(texts, key=len), min(texts, key=len)
     copy = longest.replace("import", "from elsewhere import")
     assert set(pretrain.package_texts([shortest], [copy])[0]) == set(texts) - {longest, shortest}

@@ -20,7 +20,12 @@ from study.intervals import AGREES, DISAGREES, NOT_RUN, OPEN
 from study.results import read_results
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, DepthRouteTrainingArguments, get_depth_routed_model
+from hf_depthroute import (
+    DepthRouteConfig,
+    DepthRouteTrainer,
+    DepthRouteTrainingArguments,
+    get_depth_routed_model,
+)
 from hf_depthroute.data.text import PYTHON_STDLIB, load_text, pack
 from hf_depthroute.evaluation import evaluate_budgets, mean_loss
 from hf_depthroute.routing.trace import RouteTrace
@@ -39,13 +44,19 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../sha
 def batches(source, folder, split, length, size):
     text = load_text(source, split=split)
     blocks = torch.tensor(pack(text, AutoTokenizer.from_pretrained(folder), length)["input_ids"])
-    return [{"input_ids": block, "attention_mask": torch.ones_like(block)} for block in blocks.split(size)]
+    return [
+        {"input_ids": block, "attention_mask": torch.ones_like(block)}
+        for block in blocks.split(size)
+    ]
 
 
 @pytest.mark.nightly
 def test_embedded_base_has_the_loss_its_card_says():
     stated = json.loads((BASE / "training.json").read_text())
-    same_text = fingerprint(list(load_text(PYTHON_STDLIB, split="validation")["text"])) == stated["validation_text"]
+    same_text = (
+        fingerprint(list(load_text(PYTHON_STDLIB, split="validation")["text"]))
+        == stated["validation_text"]
+    )
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     loss = mean_loss(model, batches(PYTHON_STDLIB, BASE, "validation", stated["block_length"], 16))
     # Another Python release ships other sources.
@@ -55,8 +66,13 @@ def test_embedded_base_has_the_loss_its_card_says():
 @pytest.mark.nightly
 def test_wider_base_has_the_loss_of_its_record_on_a_part_of_its_text():
     stated = json.loads((WIDE / "training.json").read_text())
-    same_text = fingerprint(list(load_text(PYTHON_STDLIB, split="validation")["text"])) == stated["validation_text"]
-    blocks = torch.cat([batch["input_ids"] for batch in batches(PYTHON_STDLIB, WIDE, "validation", 512, 64)])
+    same_text = (
+        fingerprint(list(load_text(PYTHON_STDLIB, split="validation")["text"]))
+        == stated["validation_text"]
+    )
+    blocks = torch.cat(
+        [batch["input_ids"] for batch in batches(PYTHON_STDLIB, WIDE, "validation", 512, 64)]
+    )
     model = AutoModelForCausalLM.from_pretrained(WIDE, dtype=torch.float32)
     loss = mean_loss(model, [{"input_ids": block[None]} for block in sixteen(blocks)])
     assert loss == pytest.approx(stated["probe_loss"], abs=0.002 if same_text else 0.5)
@@ -79,11 +95,19 @@ def test_figures_of_the_readme_and_of_the_results_are_made_from_the_committed_re
 def test_stories_are_compared_with_what_learns_nothing_on_the_same_branches():
     """As the page says: normed gates are below random routing and drops, residual ones are not below random routing."""
     result = json.loads((RECIPES / "stories260k" / "results.json").read_text())
-    rows = {(r["gate"], r["gate_input"], len(r["layers"]), r["rule"], r["budget"]): r for r in result["summary"]}
+    rows = {
+        (r["gate"], r["gate_input"], len(r["layers"]), r["rule"], r["budget"]): r
+        for r in result["summary"]
+    }
     random = rows["random", "normed", 3, "threshold", 0.5]
-    halfway = (rows["none", "normed", 1, "fixed", 0.5]["loss"] + rows["none", "normed", 2, "fixed", 0.5]["loss"]) / 2
+    halfway = (
+        rows["none", "normed", 1, "fixed", 0.5]["loss"]
+        + rows["none", "normed", 2, "fixed", 0.5]["loss"]
+    ) / 2
     for gate in ("mlp", "jepa"):
-        normed, residual = (rows[gate, source, 3, "threshold", 0.5] for source in ("normed", "residual"))
+        normed, residual = (
+            rows[gate, source, 3, "threshold", 0.5] for source in ("normed", "residual")
+        )
         assert normed["loss"] < random["loss"] and normed["loss_max"] < halfway
         assert residual["loss"] >= random["loss"]
     assert rows["mlp", "normed", 3, "threshold", 0.5]["loss_max"] < random["loss_min"]
@@ -108,7 +132,9 @@ def test_comparison_of_gates_is_made_from_the_committed_results():
 def test_fitted_routers_lose_less_than_the_best_layers_left_out():
     folder = RECIPES / "fit_router"
     report = load_script(folder / "report.py")
-    results, phases = (json.loads((folder / name).read_text()) for name in ("results.json", "phases.json"))
+    results, phases = (
+        json.loads((folder / name).read_text()) for name in ("results.json", "phases.json")
+    )
     assert report.page(results, phases) == (folder / "results.md").read_text()
     for found in results.values():
         points = report.summary(found)
@@ -123,7 +149,11 @@ def test_n_grams_are_compared_with_as_many_weights_and_steps():
     report = load_script(folder / "branch_report.py")
     assert report.page() == (folder / "branches.md").read_text()
     for row in json.loads((folder / "branch_time.json").read_text())["bases"].values():
-        assert row["weights"]["static_memory"] == row["weights"]["static_rank"] > row["weights"]["static"]
+        assert (
+            row["weights"]["static_memory"]
+            == row["weights"]["static_rank"]
+            > row["weights"]["static"]
+        )
     found = {
         "mlp_memory 2 0": {"more": 0.5, "share": 0.6, "trained": {"steps": 200, "more": 0.3}},
         "mlp_memory 2 1": {"more": 0.5, "share": 0.6, "trained": {"steps": 200, "more": 0.3}},
@@ -138,14 +168,17 @@ def test_n_grams_are_compared_with_as_many_weights_and_steps():
 
 
 @pytest.mark.parametrize(
-    ("name", "configs"), [("main", 7), ("long", 12), ("variants", 8), ("budget_25", 4), ("results", 30)]
+    ("name", "configs"),
+    [("main", 7), ("long", 12), ("variants", 8), ("budget_25", 4), ("results", 30)],
 )
 def test_auxiliary_loss_report_is_made_from_its_results(name, configs):
     folder = AUX / name
     study, written = read_results(folder), (folder / "report.md").read_text()
     assert study.missing() == {} and len(study.names) == configs
     for verdict in judge(study):
-        assert f"**{verdict.state}**: {verdict.statement} {verdict.sentence}" in written.replace("\\", "")
+        assert f"**{verdict.state}**: {verdict.statement} {verdict.sentence}" in written.replace(
+            "\\", ""
+        )
 
 
 def test_every_claim_and_question_of_the_auxiliary_losses_is_tested():
@@ -161,11 +194,15 @@ def test_claims_of_every_paper_are_made_from_the_committed_results():
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    [(name, "results") for name in ("engram", "peers", "router_tuning", "lora")] + [("engram", "packages")],
+    [(name, "results") for name in ("engram", "peers", "router_tuning", "lora")]
+    + [("engram", "packages")],
 )
 def test_page_of_a_study_is_made_from_its_results(name, file):
     folder = RECIPES / name
-    report, results = load_script(folder / "report.py"), json.loads((folder / f"{file}.json").read_text())
+    report, results = (
+        load_script(folder / "report.py"),
+        json.loads((folder / f"{file}.json").read_text()),
+    )
     page = report.page(results["systems"] if name == "peers" else results)
     assert page == (folder / f"{file}.md").read_text()
 
@@ -185,7 +222,15 @@ def test_every_row_of_the_claims_has_a_state_and_what_is_not_decided_says_why():
         "re-routing", "annealed", "across devices", "orthogonal", "td-style", "0.5 b and 1 b", "expert choice",
     )  # fmt: skip
     assert [name for name in missing if name not in text] == []
-    for word in ("reproduced", "reversed", "supported", "contradicted", "not comparable", "so here", "detectable"):
+    for word in (
+        "reproduced",
+        "reversed",
+        "supported",
+        "contradicted",
+        "not comparable",
+        "so here",
+        "detectable",
+    ):
         assert word not in text, word
 
 
@@ -236,7 +281,10 @@ def test_experts_are_compared_with_expert_drop_as_published_and_with_the_best_or
     verdicts = load_script(RECIPES / "moe" / "verdicts.py")
     result = json.loads((RECIPES / "moe" / "results.json").read_text())
     rows = verdicts.tuning_claims(result)
-    assert "all layers with the least routing weight" in next(row for row in rows if not row.ours).claim
+    assert (
+        "all layers with the least routing weight"
+        in next(row for row in rows if not row.ours).claim
+    )
     for share in (0.5, 0.75):
         assert verdicts.strongest_at(result, share) == min(
             verdicts.dropped_at(result, order, share)
@@ -252,7 +300,9 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if "±" in p.read_text()], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if "±" in p.read_text()], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_a_page_says_that_its_errors_are_standard_errors(page):
     text = " ".join(page.read_text().split())
     assert "tandard error" in text
@@ -263,7 +313,12 @@ def test_eager_decoding_on_a_gpu_is_said_to_be_slower_with_the_number():
     headlines = load_script(RECIPES / "headlines.py")
     _, _, ratio = headlines.eager_decode(json.loads((RECIPES / "speed" / "h100.json").read_text()))
     assert 1.85 < ratio < 1.95
-    for page in ("README.md", "docs/results.md", "docs/how-to/serving.md", "recipes/speed/README.md"):
+    for page in (
+        "README.md",
+        "docs/results.md",
+        "docs/how-to/serving.md",
+        "recipes/speed/README.md",
+    ):
         assert "1.9 " in " ".join((ROOT / page).read_text().split()), page
 
 
@@ -283,9 +338,14 @@ def test_a_router_is_compared_with_as_much_dropped_and_in_the_right_direction():
     }
     # Half of three layers lies between one dropped, 0.1 at best, and two, 0.5 at best.
     assert report.over_dropping(results, "ffn", "token") == pytest.approx([0.2 - 0.3])
-    assert report.over_dropping(results, "ffn", "token", trained=False) == pytest.approx([0.4 - 0.1])
+    assert report.over_dropping(results, "ffn", "token", trained=False) == pytest.approx(
+        [0.4 - 0.1]
+    )
     second = {"adapter": "b", "ratio": 1.0, "quartiles": [0.9, 1.1]}
-    shapes = [{"adapters": [{"adapter": "a", "ratio": 0.8, "quartiles": [0.7, 0.85]}, second]} for _ in range(2)]
+    shapes = [
+        {"adapters": [{"adapter": "a", "ratio": 0.8, "quartiles": [0.7, 0.85]}, second]}
+        for _ in range(2)
+    ]
     assert report.faster({"time": {"shapes": shapes}}, "a", "b") == (
         "1.25x against 1.00x, 1.25x against 1.00x",
         "agrees",
@@ -304,7 +364,9 @@ def test_runs_at_a_time_are_those_that_end_first(monkeypatch):
     assert script.time_of_all(throughput, 4, 10) == pytest.approx(4 / 2.5 * 2 + 2 / 1.8)
 
 
-def test_only_this_librarys_routers_compute_the_chosen_rows_and_decode_what_they_prefill(monkeypatch):
+def test_only_this_librarys_routers_compute_the_chosen_rows_and_decode_what_they_prefill(
+    monkeypatch,
+):
     folder = RECIPES / "peers"
     systems = json.loads((folder / "results.json").read_text())["systems"]
     assert list(systems) == list(load_script(folder / "worker.py").SYSTEMS)
@@ -323,12 +385,21 @@ def test_the_published_memory_has_the_published_size():
 
 
 def tiny_size(script):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(vocab_size=50, num_hidden_layers=4, **sizes)
-    return script.Size(lambda: LlamaForCausalLM(config), 4096, [1, 2, 3], script.python_sources, 1e-2)
+    return script.Size(
+        lambda: LlamaForCausalLM(config), 4096, [1, 2, 3], script.python_sources, 1e-2
+    )
 
 
-@pytest.mark.parametrize("kind", ["none", "memory", "cgs", "weak", "smooth", "curriculum", "curriculum_slow"])
+@pytest.mark.parametrize(
+    "kind", ["none", "memory", "cgs", "weak", "smooth", "curriculum", "curriculum_slow"]
+)
 def test_a_memory_trains_from_scratch_as_the_study_does(kind, monkeypatch):
     script = load_script(RECIPES / "engram" / "run.py")
     monkeypatch.setattr(script, "POINTS", 2)
@@ -349,14 +420,25 @@ def test_gradients_of_both_losses_are_measured_by_part():
     script = load_script(RECIPES / "engram" / "run.py")
     rows = torch.randint(50, (48, 12), generator=torch.Generator().manual_seed(0))
     before = dict(losses.LOSSES)
-    found = script.gradients({"train": rows}, seed=0, steps=20, rate=1e-2, size=tiny_size(script))["parts"]
-    assert before == losses.LOSSES and list(found) == ["embedding", "first layer", "projections", "table"]
+    found = script.gradients({"train": rows}, seed=0, steps=20, rate=1e-2, size=tiny_size(script))[
+        "parts"
+    ]
+    assert before == losses.LOSSES and list(found) == [
+        "embedding",
+        "first layer",
+        "projections",
+        "table",
+    ]
     assert all(min(norms.values()) > 0 for norms in found.values())
 
 
 def test_a_training_takes_the_rate_of_the_search_nearest_in_steps(tmp_path):
     script = load_script(RECIPES / "engram" / "run.py")
-    losses_of = {("memory", 250, 0.002): 4.0, ("memory", 250, 0.004): 4.1, ("memory", 1000, 0.004): 3.0}
+    losses_of = {
+        ("memory", 250, 0.002): 4.0,
+        ("memory", 250, 0.004): 4.1,
+        ("memory", 1000, 0.004): 3.0,
+    }
     losses_of |= {("memory", 1000, 0.002): 3.1, ("cgs", 250, 0.008): 5.0}
     rows = {
         f"tuning {kind} {steps} {rate:g}": {"steps": steps, "rate": rate, "curve": [{"loss": loss}]}
@@ -364,7 +446,12 @@ def test_a_training_takes_the_rate_of_the_search_nearest_in_steps(tmp_path):
     }
     (tmp_path / "results.json").write_text(json.dumps(rows))
     results, size = script.Results(tmp_path / "results.json"), script.SIZES["small"]
-    assert [results.rate("equal", size, steps) for steps in (120, 450, 600, 2000)] == [0.002, 0.002, 0.004, 0.004]
+    assert [results.rate("equal", size, steps) for steps in (120, 450, 600, 2000)] == [
+        0.002,
+        0.002,
+        0.004,
+        0.004,
+    ]
     assert results.rate("smooth", size, 2000) == 0.008
     assert results.rate("none", size, 2000) == size.rate
 
@@ -376,7 +463,9 @@ def test_a_kept_training_at_another_rate_than_the_search_says_is_refused(tmp_pat
         "text": {},
         "tuning memory 250 0.004": {"steps": 250, "rate": 0.004, "curve": [{"loss": 4.0}]},
     }
-    monkeypatch.setitem(script.SIZES, "small", dataclasses.replace(script.SIZES["small"], texts=dict))
+    monkeypatch.setitem(
+        script.SIZES, "small", dataclasses.replace(script.SIZES["small"], texts=dict)
+    )
     given = f"--kinds memory --seeds 0 --steps 450 --threads {torch.get_num_threads()} --out"
     monkeypatch.setattr(sys, "argv", ["run.py", *given.split(), str(tmp_path / "results.json")])
     for rate in (0.004, 0.002):
@@ -436,7 +525,9 @@ def test_pairs_beyond_the_capacity_of_an_expert_are_dropped():
     assert kept == counts["all"] - counts["dropped"]
     with torch.no_grad(), script.limited(model, 8.0, counts):
         whole = model(**batch, use_cache=False).logits
-    assert torch.equal(whole, model(**batch, use_cache=False).logits) and not torch.equal(whole, limited)
+    assert torch.equal(whole, model(**batch, use_cache=False).logits) and not torch.equal(
+        whole, limited
+    )
 
 
 def test_conflict_is_the_angle_between_what_a_step_adds_for_the_balance_and_for_the_task():
@@ -450,11 +541,15 @@ def test_conflict_is_the_angle_between_what_a_step_adds_for_the_balance_and_for_
         with script.observe_routers(model) as trace:
             loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
         (loss + weight * script.load_balance(trace)).backward()
-        steps.append(torch.cat([router.weight.grad.flatten() for router in script.routers(model).values()]))
+        steps.append(
+            torch.cat([router.weight.grad.flatten() for router in script.routers(model).values()])
+        )
     task, balance = steps[0], steps[1] - steps[0]
     assert found["task_norm"] == pytest.approx(float(task.norm()), rel=1e-4)
     assert found["balance_norm"] == pytest.approx(float(balance.norm()), rel=1e-3)
-    assert found["cosine"] == pytest.approx(float(torch.cosine_similarity(task, balance, dim=0)), abs=1e-3)
+    assert found["cosine"] == pytest.approx(
+        float(torch.cosine_similarity(task, balance, dim=0)), abs=1e-3
+    )
 
 
 def test_weights_in_the_repository_stay_small():
@@ -471,14 +566,20 @@ def test_row_operators_are_measured_by_what_they_have_to_do(tmp_path, monkeypatc
     out = tmp_path / "row_ops.json"
     monkeypatch.setattr(sys, "argv", ["row_ops.py", "--json", str(out), "--small", "--rounds", "1"])
     script.main()
-    rows = {(row["operation"], row["share"]): row for row in json.loads(out.read_text())["operations"]}
+    rows = {
+        (row["operation"], row["share"]): row for row in json.loads(out.read_text())["operations"]
+    }
     assert len(rows) == len(capsys.readouterr().out.splitlines()) == 3 * (2 + 4) + 3 + 4
     ms = rows["linear_rows, 8 rows", 0.5]["ms"]
     rates = [rows["linear_rows, 8 rows", 0.5][name] for name in ("bandwidth", "matmul")]
     # Eight rows read, half of them multiplied and written, in bfloat16; the reported time is rounded.
-    assert rates == pytest.approx([2 * (8 + 64 + 4) * 64 / ms / 1e7, 2 * 4 * 64 * 64 / ms / 1e7], rel=0.05, abs=2e-4)
+    assert rates == pytest.approx(
+        [2 * (8 + 64 + 4) * 64 / ms / 1e7, 2 * 4 * 64 * 64 / ms / 1e7], rel=0.05, abs=2e-4
+    )
     causal = rows["attend_rows, 1 x 16 queries, 16 keys", 1.0]
-    assert causal["matmul"] == pytest.approx(4 * 136 * 4 * 16 / causal["ms"] / 1e7, rel=0.05, abs=2e-4)
+    assert causal["matmul"] == pytest.approx(
+        4 * 136 * 4 * 16 / causal["ms"] / 1e7, rel=0.05, abs=2e-4
+    )
 
 
 def test_stories_results_meet_their_bars():
@@ -506,7 +607,9 @@ def test_a_short_training_on_a_real_model_beats_random_routing(tmp_path):
     )  # fmt: skip
     DepthRouteTrainer(model=model, args=arguments, train_dataset=rows).train()
 
-    dense, topk, threshold = evaluate_budgets(model, batches(text, folder, "train[98%:]", 256, 16), train[:64], [0.5])
+    dense, topk, threshold = evaluate_budgets(
+        model, batches(text, folder, "train[98%:]", 256, 16), train[:64], [0.5]
+    )
     assert dense.loss == pytest.approx(1.45, abs=0.05)
     assert threshold.full_ratio == pytest.approx(0.5, abs=0.05)
     assert max(topk.loss, threshold.loss) < 2.6  # random routing without a branch: 2.77

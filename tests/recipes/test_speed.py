@@ -96,14 +96,18 @@ def suite_file(tmp_path, tiny):
 def test_lists_of_sizes_are_combined_and_overrides_win(suite_file):
     name, cases = read_suite(suite_file, rounds=2, depth=2, dtype=None)
     assert name == "small" and len(cases) == 6 + 1 + 2 + 1 + 1
-    assert {(case.batch, case.length) for case in cases[:6]} == {(b, n) for b in (1, 2) for n in (4, 8, 16)}
+    assert {(case.batch, case.length) for case in cases[:6]} == {
+        (b, n) for b in (1, 2) for n in (4, 8, 16)
+    }
     assert all(case.rounds == 2 and case.depth == 2 and case.dtype == "float32" for case in cases)
     assert len({case.describe() for case in cases}) == len(cases)
 
 
 def test_a_depth_from_outside_keeps_the_share_of_routed_layers(tmp_path):
     path = tmp_path / "x.yaml"
-    path.write_text("shape: qwen2.5-0.5b\ncases:\n - {case: load, layers: 'last:12'}\n - {case: load, layers: all}\n")
+    path.write_text(
+        "shape: qwen2.5-0.5b\ncases:\n - {case: load, layers: 'last:12'}\n - {case: load, layers: all}\n"
+    )
     _, cases = read_suite(path, depth=6)
     assert [case.layers for case in cases] == ["last:3", "all"]
 
@@ -113,7 +117,10 @@ def test_a_depth_from_outside_keeps_the_share_of_routed_layers(tmp_path):
     [
         ("- {case: prefil}", "case 1: case='prefil'"),
         ("- {case: prefill, lenght: 3}", "case 1: unknown key 'lenght'"),
-        ("- {case: prefill}\n  - {case: decode, batch: 0}", "case 2: batch=0 must be a whole number"),
+        (
+            "- {case: prefill}\n  - {case: decode, batch: 0}",
+            "case 2: batch=0 must be a whole number",
+        ),
         ("- {case: decode, steps: [1]}", r"case 1: steps=\[1\] must be a whole number"),
         ("- {case: prefill, budgets: [1.5]}", "case 1: budget=1.5"),
         ("- {case: prefill, budgets: [1.0]}", "budget 1 is always measured"),
@@ -172,7 +179,11 @@ def test_a_suite_measures_every_case(suite_result):
     assert suite_result["peaks"]["float32"]["gflop_per_s"] > 0
     for measured in (m for m in suite_result["measurements"] if m["case"] == "prefill"):
         row = measured["budgets"]["0.5"]
-        free = (1 - row["full_ratio"]) * (1 - measured["without_ffns"]) / (1 - row["flops_routed_over_dense"])
+        free = (
+            (1 - row["full_ratio"])
+            * (1 - measured["without_ffns"])
+            / (1 - row["flops_routed_over_dense"])
+        )
         assert row["eta_free"] == pytest.approx(free, rel=5e-3, abs=0.01)
         if row["eta_roofline"] is not None:  # the report is rounded
             expected = (1 - row["ratio"]) / (1 - row["roofline_routed_over_dense"])
@@ -184,7 +195,13 @@ def test_a_suite_measures_every_case(suite_result):
 
 @pytest.mark.parametrize(
     "family, kind",
-    [("llama", "mlp"), ("gpt2", "attention"), ("llama", "block"), ("olmoe", "mlp"), ("olmoe", "experts")],
+    [
+        ("llama", "mlp"),
+        ("gpt2", "attention"),
+        ("llama", "block"),
+        ("olmoe", "mlp"),
+        ("olmoe", "experts"),
+    ],
 )
 @pytest.mark.parametrize("length, cached", [(16, 0), (1, 20)])
 def test_the_roofline_counts_the_flops_that_the_package_counts(family, kind, length, cached):
@@ -194,7 +211,9 @@ def test_the_roofline_counts_the_flops_that_the_package_counts(family, kind, len
     sizes = {"batch": 2, "length": length, "cached": cached, "logits": 1}
     assert count_work(model, **sizes).flops == pytest.approx(count_flops(model, **sizes))
     passed = {index: (share, 1.0) for index, share in shares.items()}
-    assert count_work(model, **sizes, shares=passed).flops == pytest.approx(count_flops(model, **sizes, shares=shares))
+    assert count_work(model, **sizes, shares=passed).flops == pytest.approx(
+        count_flops(model, **sizes, shares=shares)
+    )
 
 
 def test_a_pass_that_skips_an_ffn_does_not_read_it():
@@ -212,7 +231,9 @@ def test_a_pass_that_skips_an_ffn_does_not_read_it():
 def test_a_skipped_query_reads_no_keys_in_decode():
     model = build_routed("llama", "attention", layers=[0, 1, 2, 3])
     sizes = {"batch": 1, "length": 1, "cached": 1000, "logits": 1}
-    moved = count_work(model, **sizes, shares=dict.fromkeys(range(4), (0.0, 0.0))).bytes["attention core"]
+    moved = count_work(model, **sizes, shares=dict.fromkeys(range(4), (0.0, 0.0))).bytes[
+        "attention core"
+    ]
     # Layers, bytes, keys and values, heads, width: the new token's are written.
     assert moved == 4 * 4 * 2 * 2 * 8
 
@@ -244,7 +265,9 @@ def test_a_mask_after_compute_router_runs_both_paths_and_chosen_executors_are_pu
         with variants.using(name) as used, torch.no_grad():
             seen = []
             hooks = [
-                layer.mlp.register_forward_hook(lambda _, args, out, seen=seen: seen.append(args[0].numel() // 32))
+                layer.mlp.register_forward_hook(
+                    lambda _, args, out, seen=seen: seen.append(args[0].numel() // 32)
+                )
                 for layer in (decoder_layers(used)[index] for index in (1, 2))
             ]
             logits[name] = used(ids).logits
@@ -255,7 +278,10 @@ def test_a_mask_after_compute_router_runs_both_paths_and_chosen_executors_are_pu
     assert torch.allclose(logits["masked 0.5"], logits["budget 0.5"], atol=1e-5)
     assert rows["masked 0.5"] == rows["base"] == 2 * ids.numel() > rows["budget 0.5"]
     variants.restore()
-    assert routing.tuned == {("default", True, 9): "gathered"} and routing.active_config().budget == 0.5
+    assert (
+        routing.tuned == {("default", True, 9): "gathered"}
+        and routing.active_config().budget == 0.5
+    )
 
 
 def test_memory_says_what_the_cache_and_the_run_hold(suite_result):
@@ -304,7 +330,14 @@ def test_memory_that_runs_out_ends_one_case_only(tiny, monkeypatch):
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr("speed.suites.measure_memory", too_large)
-    fields = {"shape": "tiny", "dtype": "float32", "layers": "last:1", "batch": 1, "length": 8, "rounds": 1}
+    fields = {
+        "shape": "tiny",
+        "dtype": "float32",
+        "layers": "last:1",
+        "batch": 1,
+        "length": 8,
+        "rounds": 1,
+    }
     cases = [SuiteCase(case=name, **fields) for name in ("memory", "load")]
     failed, done = run_suite(cases)["measurements"]
     assert failed["error"] == "out of memory" and "ratio" in done
@@ -313,7 +346,9 @@ def test_memory_that_runs_out_ends_one_case_only(tiny, monkeypatch):
 def test_training_leaves_the_base_as_it_was(tiny):
     base = random_model("tiny", torch.float32)
     before = {name: value.clone() for name, value in base.state_dict().items()}
-    result = measure_training(base, DepthRouteConfig(layers=[2]), batch=1, length=8, rounds=1, peaks=PEAKS)
+    result = measure_training(
+        base, DepthRouteConfig(layers=[2]), batch=1, length=8, rounds=1, peaks=PEAKS
+    )
     assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
     # Rank, the three matrices of one FFN.
     assert result["lora_trained_parameters"] == 8 * 3 * (32 + 64)
@@ -339,14 +374,30 @@ def test_changes_beyond_the_noise_are_told_from_those_within(suite_result):
     rows[3] |= {"ratio": 2.0, "ratio_error": None}
     gone = new["measurements"].pop()
     comparison = compare_results(suite_result, new)
-    prefill = [c for c in comparison.changes if c.figure == "budget 0.5 / dense" and c.label.startswith("prefill")]
-    assert [change.verdict for change in prefill] == ["higher", "lower", "same", "noise unknown", "same", "same"]
+    prefill = [
+        c
+        for c in comparison.changes
+        if c.figure == "budget 0.5 / dense" and c.label.startswith("prefill")
+    ]
+    assert [change.verdict for change in prefill] == [
+        "higher",
+        "lower",
+        "same",
+        "noise unknown",
+        "same",
+        "same",
+    ]
     assert any("threads" in note for note in comparison.notes)
     assert f"only in the old result: {gone['label']}" in comparison.notes
 
 
 def test_tables_hold_every_measurement(suite_result):
-    others = {roofline_rows: TIMED, memory_rows: ("memory",), training_rows: ("train",), loading_rows: ("load",)}
+    others = {
+        roofline_rows: TIMED,
+        memory_rows: ("memory",),
+        training_rows: ("train",),
+        loading_rows: ("load",),
+    }
     found = tables(suite_result, others)
     times, overheads, least, memory, training, loading = found
     assert len(least) == 7 * 2
@@ -362,11 +413,20 @@ def test_plots_show_what_there_is(tmp_path, suite_result):
     assert all(path.stat().st_size > 5000 for path in (tmp_path / "a").iterdir())
     assert plot_result(tmp_path / "c", {"measurements": []}) == []
     recipe = read_result(RECIPE / "cpu.json")
-    assert {path.stem for path in plot_result(tmp_path / "d", recipe)} == {"times", "eta", "roofline", "memory"}
+    assert {path.stem for path in plot_result(tmp_path / "d", recipe)} == {
+        "times",
+        "eta",
+        "roofline",
+        "memory",
+    }
 
 
-def test_the_program_measures_a_suite_and_draws_it_and_the_command_compares(capsys, suite_file, tmp_path):
-    suite_file.write_text("shape: tiny\nlayers: last:1\nlength: 8\nbatch: 1\ncases: [{case: prefill}, {case: load}]\n")
+def test_the_program_measures_a_suite_and_draws_it_and_the_command_compares(
+    capsys, suite_file, tmp_path
+):
+    suite_file.write_text(
+        "shape: tiny\nlayers: last:1\nlength: 8\nbatch: 1\ncases: [{case: prefill}, {case: load}]\n"
+    )
     out, plots = tmp_path / "result.json", tmp_path / "plots"
     options = ("--rounds", 1, "--dtype", "float32", "--out", out, "--plot", plots)
     program.main([str(word) for word in (suite_file, *options)])
@@ -382,7 +442,10 @@ def test_the_program_measures_a_suite_and_draws_it_and_the_command_compares(caps
 def test_the_program_refuses_in_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
         program.main(["none.yaml"])
-    assert ended.value.code == 2 and "none.yaml: No such file" in capsys.readouterr().err.splitlines()[-1]
+    assert (
+        ended.value.code == 2
+        and "none.yaml: No such file" in capsys.readouterr().err.splitlines()[-1]
+    )
 
 
 def tried(out: Path, *words: str) -> tuple[int, dict[str, str]]:
@@ -394,7 +457,9 @@ def tried(out: Path, *words: str) -> tuple[int, dict[str, str]]:
 
 
 @pytest.mark.nightly
-def test_all_that_a_gpu_has_to_show_is_tried_without_one_and_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_all_that_a_gpu_has_to_show_is_tried_without_one_and_goes_on_where_it_ended(
+    tmp_path: Path,
+) -> None:
     code, said = tried(tmp_path)
     left_out = [name for name, text in said.items() if text.startswith("left out")]
     assert code == 0, said

@@ -46,8 +46,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "joint": True,
     },
     "long": {"training": {"oracle": "none"}, "steps": 12},
-    "bad": {"training": {"learning_rate": 1e30, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}},
-    "timed": {"training": {"oracle": "none"}, "iso_compute": {"same_time_as": "g1", "steps_of": "bare"}},
+    "bad": {
+        "training": {"learning_rate": 1e30, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    },
+    "timed": {
+        "training": {"oracle": "none"},
+        "iso_compute": {"same_time_as": "g1", "steps_of": "bare"},
+    },
 }
 STUDY: dict[str, Any] = {
     "name": "miniature",
@@ -59,7 +64,12 @@ STUDY: dict[str, Any] = {
     "seeds": [42, 7],
     "thresholds": [100, 1.5],
     "adapter": {"layers": "last:2", "gate_input": "residual"},
-    "training": {"learning_rate": 0.01, "warmup_steps": 1, "oracle": "all_full", "oracle_warmup": 1},
+    "training": {
+        "learning_rate": 0.01,
+        "warmup_steps": 1,
+        "oracle": "all_full",
+        "oracle_warmup": 1,
+    },
     "configs": ["configs/g1.yaml", "configs/g3.yaml"],
 }
 
@@ -90,9 +100,13 @@ def one_thread_per_run() -> Iterator[None]:
 
 
 def test_preset_of_a_config_stands_between_the_study_and_its_own_fields(folder: Path) -> None:
-    (folder / "configs" / "tuned.yaml").write_text("preset: router-tuning\ntraining: {capacity_weight: 4.0}\n")
+    (folder / "configs" / "tuned.yaml").write_text(
+        "preset: router-tuning\ntraining: {capacity_weight: 4.0}\n"
+    )
     study = read_study(
-        study_file(folder, "tuned", adapter={"gate": "mlp", "layers": [1]}, training={"budget_weight": 2.0})
+        study_file(
+            folder, "tuned", adapter={"gate": "mlp", "layers": [1]}, training={"budget_weight": 2.0}
+        )
     )
     (spec, *_) = study.specs()
     assert (spec.adapter["gate"], spec.adapter["layers"]) == ("linear", "before_last:half")
@@ -122,16 +136,25 @@ def run(folder: Path, out: str | Path, *configs: str, **options: Any) -> dict[st
 
 def lines(path: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in ("seconds", "cpu_seconds")} for row in rows]
+    return [
+        {key: value for key, value in row.items() if key not in ("seconds", "cpu_seconds")}
+        for row in rows
+    ]
 
 
 def tables(out: Path) -> dict[str, Any]:
     """Everything that a report is made from, by run, without what a clock said."""
     result = {}
     for summary in sorted(out.glob("runs/*/*/summary.json")):
-        values = {key: value for key, value in json.loads(summary.read_text()).items() if key not in TIMES}
+        values = {
+            key: value for key, value in json.loads(summary.read_text()).items() if key not in TIMES
+        }
         run = summary.parent
-        result[f"{run.parent.name}/{run.name}"] = (values, lines(run / "metrics.jsonl"), lines(run / "eval.jsonl"))
+        result[f"{run.parent.name}/{run.name}"] = (
+            values,
+            lines(run / "metrics.jsonl"),
+            lines(run / "eval.jsonl"),
+        )
     return result
 
 
@@ -140,7 +163,9 @@ def stamps(out: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def reference(one_thread_per_run: None, material: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reference(
+    one_thread_per_run: None, material: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """The tables of an uninterrupted study of two configs and two seeds."""
     folder = Path(shutil.copytree(material, tmp_path_factory.mktemp("reference") / "study"))
     assert run(folder, "out") == {}
@@ -148,7 +173,9 @@ def reference(one_thread_per_run: None, material: Path, tmp_path_factory: pytest
 
 
 @pytest.fixture(scope="module")
-def finished(one_thread_per_run: None, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(
+    one_thread_per_run: None, material: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The material with a finished study of one run, in `out`."""
     folder = Path(shutil.copytree(material, tmp_path_factory.mktemp("finished") / "study"))
     assert run(folder, "out", "g1", seeds=[42]) == {}
@@ -219,7 +246,10 @@ def test_wrong_configs_are_refused(folder):
     for text, message in (
         ("steps: 3\n", "steps=3 must be at least twice the study's eval_every"),
         ("iso_compute: {same_time_as: g1}\n", "needs same_time_as and steps_of"),
-        ("iso_compute: {same_time_as: g1, steps_of: x}\n", "config x: steps_of='x' is itself iso_compute"),
+        (
+            "iso_compute: {same_time_as: g1, steps_of: x}\n",
+            "config x: steps_of='x' is itself iso_compute",
+        ),
         ("label: 3\n", "label=3 must be text"),
     ):
         (folder / "configs" / "x.yaml").write_text(text)
@@ -233,11 +263,16 @@ def test_configs_are_merged_over_the_study_key_by_key(folder):
     assert list(specs) == ["g1/42", "g3/42", "long/42", "g1/7", "g3/7", "long/7"]
     assert specs["g3/7"].adapter == STUDY["adapter"] | JEPA
     assert specs["g3/7"].training == STUDY["training"] | {"jepa_targets": "deranged"}
-    assert specs["long/7"].training["oracle"] == "none" and specs["long/7"].training["warmup_steps"] == 1
+    assert (
+        specs["long/7"].training["oracle"] == "none"
+        and specs["long/7"].training["warmup_steps"] == 1
+    )
     assert (specs["g3/7"].steps, specs["long/7"].steps) == (6, 12)
     assert specs["g3/7"].adapter_config().seed == 7
     assert [spec.name for spec in study.specs(["g3"], [7])] == ["g3/7"]
-    with pytest.raises(ConfigError, match="--only lang: the study has no such config; did you mean 'long'"):
+    with pytest.raises(
+        ConfigError, match="--only lang: the study has no such config; did you mean 'long'"
+    ):
         study.specs(["lang"])
     with pytest.raises(ConfigError, match="--seeds 8: the study's seeds are 42, 7"):
         study.specs(None, [8])
@@ -248,10 +283,18 @@ def test_the_committed_studies_are_valid():
     files = ("study", "long", "main", "variants", "budget_25")
     pilots, long, *tuned = (read_study(folder / f"{name}.yaml") for name in files)
     assert len(pilots.specs()) == 3 * len(pilots.configs) == 90 and len(long.specs()) == 60
-    listed = {name for file in files for name in yaml.safe_load((folder / f"{file}.yaml").read_text())["configs"]}
-    assert listed == {path.relative_to(folder).as_posix() for path in (folder / "configs").rglob("*.yaml")}
+    listed = {
+        name
+        for file in files
+        for name in yaml.safe_load((folder / f"{file}.yaml").read_text())["configs"]
+    }
+    assert listed == {
+        path.relative_to(folder).as_posix() for path in (folder / "configs").rglob("*.yaml")
+    }
     for study in tuned:
-        assert replace(study, name="", seeds=[], configs=[]) == replace(tuned[0], name="", seeds=[], configs=[])
+        assert replace(study, name="", seeds=[], configs=[]) == replace(
+            tuned[0], name="", seeds=[], configs=[]
+        )
 
 
 # Runs
@@ -260,20 +303,30 @@ def test_the_committed_studies_are_valid():
 def test_a_run_writes_its_records_and_its_summary(reference):
     summary, steps, evaluations = reference["g3/42"]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
-    assert all({"loss", "loss_lm", "loss_jepa", "grad_norm", "q_cosine/layer_3"} <= row.keys() for row in steps)
+    assert all(
+        {"loss", "loss_lm", "loss_jepa", "grad_norm", "q_cosine/layer_3"} <= row.keys()
+        for row in steps
+    )
     assert [row["step"] for row in steps if "loss_util" in row] == [2]
     losses = {row["step"]: row["lm_loss"] for row in evaluations}
     assert list(losses) == [0, 2, 4, 6]
     assert summary["avg_first_half"] == losses[2]
     assert summary["avg_whole"] == pytest.approx((losses[2] + losses[4] + losses[6]) / 3)
-    assert summary["endpoint"] == losses[6] and summary["best"] == min(losses[step] for step in (2, 4, 6))
+    assert summary["endpoint"] == losses[6] and summary["best"] == min(
+        losses[step] for step in (2, 4, 6)
+    )
     assert summary["hits"] == {"100.0": 0, "1.5": None}
     assert summary["grad_norm_mean"] == pytest.approx(sum(row["grad_norm"] for row in steps) / 6)
     assert summary["layers"].keys() == {"2", "3"}
     layer = summary["layers"]["3"]
     assert layer["q_distance"] == steps[-1]["q_distance/layer_3"] and layer["full_ratio"] == 0.5
     assert 0 <= layer["oracle_auc"] <= 1 and 0 <= layer["oracle_auc_all_full"] <= 1
-    assert layer["fork_bias"].keys() == {"correlation", "sign_agreement", "mean_layer_wide", "mean_exact"}
+    assert layer["fork_bias"].keys() == {
+        "correlation",
+        "sign_agreement",
+        "mean_layer_wide",
+        "mean_exact",
+    }
     assert summary["threshold_full_ratio"] == pytest.approx(0.5, abs=0.05)
     assert summary["frequent_loss"] != summary["rare_loss"]
     assert reference["g1/42"][0]["layers"]["3"]["q_distance"] is None
@@ -290,7 +343,9 @@ def test_every_run_of_a_seed_sees_the_same_batches(folder, monkeypatch):
     monkeypatch.setattr("study.run.DepthRouteTrainer", Watched)
     assert run(folder, "out", "g1", "g3", "long") == {}
     batches = {"/".join(Path(name).parts[-2:]): torch.cat(parts) for name, parts in seen.items()}
-    assert torch.equal(batches["g1/42"], batches["g3/42"]) and torch.equal(batches["g1/7"], batches["g3/7"])
+    assert torch.equal(batches["g1/42"], batches["g3/42"]) and torch.equal(
+        batches["g1/7"], batches["g3/7"]
+    )
     # Though its second epoch begins after 11 blocks.
     assert torch.equal(batches["long/42"][:12], batches["g1/42"])
     assert not torch.equal(batches["g1/42"], batches["g1/7"])
@@ -301,7 +356,9 @@ def test_every_run_of_a_seed_sees_the_same_batches(folder, monkeypatch):
 def test_a_memory_trains_with_its_base_and_is_measured(folder: Path) -> None:
     assert run(folder, "out", "memory", seeds=[42]) == {}
     summary, steps, _ = tables(folder / "out")["memory/42"]
-    assert any("loss_cgs" in row for row in steps) and not any("loss_budget" in row for row in steps)
+    assert any("loss_cgs" in row for row in steps) and not any(
+        "loss_budget" in row for row in steps
+    )
     assert [0 < layer["oracle_auc"] < 1 for layer in summary["layers"].values()] == [True, True]
     assert summary["threshold_full_ratio"] == 1.0
     assert summary["cost"]["inference_ffn_ratio"] == 2.0
@@ -318,7 +375,9 @@ def test_no_run_depends_on_the_runs_before_it(folder):
 
 
 @pytest.mark.nightly
-def test_iso_compute_takes_its_steps_from_a_ratio_that_is_measured_once(folder, capsys, monkeypatch):
+def test_iso_compute_takes_its_steps_from_a_ratio_that_is_measured_once(
+    folder, capsys, monkeypatch
+):
     monkeypatch.setattr(step_ratio, "ROUNDS", 5)  # the median of two has failed beside other work
     assert run(folder, "out", "timed", "bare", "g1", seeds=[7, 42], only=["timed"]) == {}
     assert "miniature: a step of g1 takes " in capsys.readouterr().out
@@ -339,7 +398,9 @@ def test_iso_compute_follows_the_configs_that_it_compares(folder, monkeypatch):
     ratios = iter([2.0, 3.0])
     monkeypatch.setattr(step_ratio, "step_ratio", lambda *_: {"ratio": next(ratios)})
     steps = lambda: json.loads((folder / "out/runs/timed/42/summary.json").read_text())["steps"]  # noqa: E731
-    only_timed = functools.partial(run, folder, "out", "timed", "bare", "g1", seeds=[42], only=["timed"])
+    only_timed = functools.partial(
+        run, folder, "out", "timed", "bare", "g1", seeds=[42], only=["timed"]
+    )
     assert only_timed() == {} and steps() == 12
     ratio_file = folder / "out/step_ratios.json"
     known = json.loads(ratio_file.read_text())
@@ -347,7 +408,9 @@ def test_iso_compute_follows_the_configs_that_it_compares(folder, monkeypatch):
     ratio_file.write_text(json.dumps(known))  # as earlier versions wrote it
     assert only_timed() == {} and steps() == 12
     ratio_file.write_text(json.dumps({"g1 / bare": {"ratio": 2.0, "specs": [{}, {}]}}))
-    with pytest.raises(StudyError, match=r"timed/42: made with another specification \(steps 12 -> 18\)"):
+    with pytest.raises(
+        StudyError, match=r"timed/42: made with another specification \(steps 12 -> 18\)"
+    ):
         only_timed()
     shutil.rmtree(folder / "out/runs/timed/42")
     assert only_timed() == {} and steps() == 18
@@ -375,7 +438,10 @@ def test_complete_runs_are_not_repeated_and_the_study_may_grow(folder, reference
     assert {path: after[path] for path in before} == before
     assert tables(folder / "out") == reference
     info = json.loads((folder / "out" / "study.json").read_text())
-    assert info["seeds"] == [42, 7] and [config["label"] for config in info["configs"]] == ["G1 again", "g3"]
+    assert info["seeds"] == [42, 7] and [config["label"] for config in info["configs"]] == [
+        "G1 again",
+        "g3",
+    ]
     assert "miniature: 1 of 4 runs are complete" in capsys.readouterr().out
 
 
@@ -414,8 +480,16 @@ versions = runner.versions()
         (change_base, {}, "with other base model;"),
         (change_code, {}, "with other code of hf_depthroute;"),
         (change_versions, {}, f'with other versions (torch "{versions["torch"]}" -> "99.0");'),
-        (None, {"batch_size": 1, "thresholds": [1.5]}, "other settings (batch_size 2 -> 1, thresholds [100.0, 1.5] ->"),
-        (None, {"training": STUDY["training"] | {"rank_weight": 0.5}}, "(training.rank_weight null -> 0.5)"),
+        (
+            None,
+            {"batch_size": 1, "thresholds": [1.5]},
+            "other settings (batch_size 2 -> 1, thresholds [100.0, 1.5] ->",
+        ),
+        (
+            None,
+            {"training": STUDY["training"] | {"rank_weight": 0.5}},
+            "(training.rank_weight null -> 0.5)",
+        ),
     ],
 )
 def test_results_of_different_studies_are_never_mixed(ended, monkeypatch, change, fields, message):
@@ -440,13 +514,19 @@ def test_a_complete_run_of_another_specification_is_refused_and_kept(ended):
 def test_the_code_that_results_depend_on_is_hashed(tmp_path):
     package = tmp_path / "package"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    study = shutil.copytree(STUDY_CODE, tmp_path / "study", ignore=shutil.ignore_patterns("__pycache__"))
+    study = shutil.copytree(
+        STUDY_CODE, tmp_path / "study", ignore=shutil.ignore_patterns("__pycache__")
+    )
     before = hash_code(package, study)
     for name in ("cli/train.py", "report/plots.py", "bench/suite.py", "files/hub.py"):
         (package / name).write_text("changed\n")
     (study / "table.py").write_text("changed\n")
     assert hash_code(package, study) == before
-    for path in (package / "training/oracle.py", package / "evaluation/perplexity.py", study / "metrics.py"):
+    for path in (
+        package / "training/oracle.py",
+        package / "evaluation/perplexity.py",
+        study / "metrics.py",
+    ):
         path.write_text("changed\n")
         assert hash_code(package, study) != before
         before = hash_code(package, study)
@@ -455,7 +535,10 @@ def test_the_code_that_results_depend_on_is_hashed(tmp_path):
 def test_two_starts_never_share_a_folder(folder, monkeypatch):
     monkeypatch.setattr(runner, "_PATIENCE", 0.0)
     (folder / "out").mkdir()
-    for name, message in ((".lock", "another start of this study is running"), (".workers", "are still going")):
+    for name, message in (
+        (".lock", "another start of this study is running"),
+        (".workers", "are still going"),
+    ):
         with (folder / "out" / name).open("a") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             with pytest.raises(StudyError, match=message):
@@ -471,7 +554,10 @@ def test_folders_and_data_that_cannot_be_used_are_refused(folder, monkeypatch):
         run(folder, "out", adapter={"layers": "last:9"})
     with pytest.raises(DataError, match="no such file"):
         run(folder, "out", data={"blocks": "none.safetensors"})
-    save_file({"train": torch.full((2, 8), VOCABULARY), "validation": torch.ones(2, 8).int()}, folder / "x.safetensors")
+    save_file(
+        {"train": torch.full((2, 8), VOCABULARY), "validation": torch.ones(2, 8).int()},
+        folder / "x.safetensors",
+    )
     with pytest.raises(DataError, match="the model's vocabulary"):
         run(folder, "out", data={"blocks": "x.safetensors"})
     save_file({"train": torch.ones(2, 8)}, folder / "x.safetensors")
@@ -480,7 +566,9 @@ def test_folders_and_data_that_cannot_be_used_are_refused(folder, monkeypatch):
     with pytest.raises(StudyError, match="--engine threads: use one of: processes, ray"):
         run(folder, "out", engine="threads")
     monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(StudyError, match=r"joblib is not installed: pip install joblib scikit-learn adjustText"):
+    with pytest.raises(
+        StudyError, match=r"joblib is not installed: pip install joblib scikit-learn adjustText"
+    ):
         run(folder, "out")
 
 
@@ -493,7 +581,11 @@ def test_text_is_packed_once(folder, monkeypatch):
             "validation_blocks": 4}  # fmt: skip
     assert run(folder, "out", "g1", data=data, seeds=[7]) == {}
     info = json.loads((folder / "out" / "study.json").read_text())
-    assert info["length"] == 16 and info["data"]["validation_tokens"] == 64 and info["data"]["tokens"] > 64
+    assert (
+        info["length"] == 16
+        and info["data"]["validation_tokens"] == 64
+        and info["data"]["tokens"] > 64
+    )
     monkeypatch.setattr(runner, "prepare_blocks", None)
     assert run(folder, "out", "g1", "bare", data=data, seeds=[7]) == {}
 
@@ -511,7 +603,11 @@ def test_the_command_says_how_far_each_run_is_and_takes_other_steps(folder, capf
     assert "miniature: reading the data" in err
     assert "[run 1 of 2] bare, seed 42: starts, 4 steps\n" in err
     for step in (1, 2, 3, 4):
-        assert re.search(rf"^\[run 1 of 2\] bare, seed 42: step {step}/4 \| loss [\d.]+ \| \d+:\d\d left$", err, re.M)
+        assert re.search(
+            rf"^\[run 1 of 2\] bare, seed 42: step {step}/4 \| loss [\d.]+ \| \d+:\d\d left$",
+            err,
+            re.M,
+        )
     assert "[run 2 of 2] long, seed 42: step 8/8 |" in err  # 12 of the file's 6, twice as many
     assert "step" not in out.split("complete;")[1]
     assert read_study(study, 4).eval_every == 2 and read_study(study, 3).eval_every == 1
@@ -520,9 +616,21 @@ def test_the_command_says_how_far_each_run_is_and_takes_other_steps(folder, capf
 def test_the_command_prints_one_line_per_run_and_ends_with_what_failed(folder, capfd):
     def study(*arguments: object) -> tuple[int, list[str], list[str]]:
         with pytest.raises(SystemExit) as ended:
-            main(["run", str(study_file(folder, "g1", "bad")), "--out", str(folder / "out"), *map(str, arguments)])
+            main(
+                [
+                    "run",
+                    str(study_file(folder, "g1", "bad")),
+                    "--out",
+                    str(folder / "out"),
+                    *map(str, arguments),
+                ]
+            )
         out, err = capfd.readouterr()
-        told = [line for line in err.splitlines() if not line.startswith(("miniature: reading", "[run "))]
+        told = [
+            line
+            for line in err.splitlines()
+            if not line.startswith(("miniature: reading", "[run "))
+        ]
         return int(ended.value.code or 0), out.splitlines(), told
 
     code, out, err = study("--only", "g1", "--seeds", 42)
@@ -548,7 +656,9 @@ def test_the_command_prints_one_line_per_run_and_ends_with_what_failed(folder, c
 def processes() -> Any:
     """Processes that start with everything imported, forked from a server that has computed nothing yet."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["study.runner", "hf_depthroute.inference.calibration", "sklearn.metrics"])
+    context.set_forkserver_preload(
+        ["study.runner", "hf_depthroute.inference.calibration", "sklearn.metrics"]
+    )
     return context
 
 

@@ -64,7 +64,9 @@ def test_frequent_types_are_the_fewest_that_make_up_half_of_the_tokens():
         torch.tensor([1.0, 2.0, 5.0]), torch.tensor([3, 1, 4]), metrics.frequent_types(train, 6)
     )
     assert (frequent, rare) == (1.5, 5.0)
-    assert metrics.split_loss(torch.ones(2), torch.tensor([3, 1]), metrics.frequent_types(train, 6)) == (1.0, None)
+    assert metrics.split_loss(
+        torch.ones(2), torch.tensor([3, 1]), metrics.frequent_types(train, 6)
+    ) == (1.0, None)
 
 
 def test_training_cost_at_the_size_of_the_paper():
@@ -100,7 +102,8 @@ def test_an_all_full_refresh_runs_what_its_cost_counts():
     gate = route_cost(model, budget=1.0).ffn_ratio - 1
     branch = route_cost(model, full_ratio={1: 0.0, 2: 0.0, 3: 0.0}).ffn_ratio - gate
     with_oracle, without = (
-        metrics.training_ffn_ratio(3, branch, gate, 0.5, oracle, oracle_interval=1) for oracle in ("all_full", "none")
+        metrics.training_ffn_ratio(3, branch, gate, 0.5, oracle, oracle_interval=1)
+        for oracle in ("all_full", "none")
     )
     assert ran["ffn"] + branch * ran["branch"] == pytest.approx(with_oracle - without)
 

@@ -47,7 +47,10 @@ def table(study, key):
 def full(tmp_path_factory):
     """The report of a study with every config, one run missing, and its folder."""
     jepa = {"layers/q_distance": 0.85, "layers/q_cosine": 0.999}
-    plan = {name: {"endpoint": [3.0, 3.01, 3.02], **(jepa if "g1" not in name else {})} for name in CONFIGS}
+    plan = {
+        name: {"endpoint": [3.0, 3.01, 3.02], **(jepa if "g1" not in name else {})}
+        for name in CONFIGS
+    }
     plan["g3"]["label"] = HOSTILE
     plan["joint_g3"]["joint"] = True
     results = write_study(tmp_path_factory.mktemp("study") / "results", plan, missing=[("a2", 7)])
@@ -71,9 +74,13 @@ def test_results_json_gives_the_same_report_as_the_folder(tmp_path):
 
 
 def test_training_series_are_averaged_in_at_most_100_windows(tmp_path):
-    study = read_results(write_study(tmp_path, {"g1": {"grad_norm_mean": 7.0}}, seeds=[1], steps=250))
+    study = read_results(
+        write_study(tmp_path, {"g1": {"grad_norm_mean": 7.0}}, seeds=[1], steps=250)
+    )
     series = study.runs["g1"][1].training
-    rows = [json.loads(line) for line in (tmp_path / "runs/g1/1/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "runs/g1/1/metrics.jsonl").read_text().splitlines()
+    ]
     assert {len(points) for points in series.values()} == {100}
     assert series["step"][:2] == [1.5, 4]  # steps 1-2 and 3-5
     assert series["grad_norm"][1] == float(f"{sum(row['grad_norm'] for row in rows[2:5]) / 3:.5g}")
@@ -81,7 +88,9 @@ def test_training_series_are_averaged_in_at_most_100_windows(tmp_path):
 
 
 def test_ninety_runs_fit_in_two_megabytes(tmp_path):
-    study = read_results(write_study(tmp_path / "in", {"g3": {}}, seeds=[1], steps=500, eval_every=25))
+    study = read_results(
+        write_study(tmp_path / "in", {"g3": {}}, seeds=[1], steps=500, eval_every=25)
+    )
     (tmp_path / "results.json").write_text(dump_results(study))
     assert (tmp_path / "results.json").stat().st_size < 2e6 / 90
 
@@ -127,14 +136,29 @@ def listing(*names):
         (lambda folder: broken(folder, "study.json", "{"), "study.json: broken JSON, line 1"),
         (lambda folder: broken(folder, "study.json", "[]"), "must describe a study"),
         (lambda folder: broken(folder, "study.json", "{}"), "'configs' must list"),
-        (lambda folder: broken(folder, "study.json", '{"configs": [{"name": "a"}]}'), "'seeds' must list"),
-        (lambda folder: broken(folder, "study.json", listing("../a")), "'../a' must be the name of a folder"),
+        (
+            lambda folder: broken(folder, "study.json", '{"configs": [{"name": "a"}]}'),
+            "'seeds' must list",
+        ),
+        (
+            lambda folder: broken(folder, "study.json", listing("../a")),
+            "'../a' must be the name of a folder",
+        ),
         (lambda folder: broken(folder, "study.json", listing("a", "a")), "must be distinct"),
         (lambda folder: broken(folder, "study.json", listing("b")), "none of the 1 runs"),
-        (lambda folder: broken(folder, "runs/g1/42/summary.json", "{"), "summary.json: broken JSON"),
+        (
+            lambda folder: broken(folder, "runs/g1/42/summary.json", "{"),
+            "summary.json: broken JSON",
+        ),
         (lambda folder: broken(folder, "runs/g1/42/summary.json", "[]"), "must be a mapping"),
-        (lambda folder: broken(folder, "runs/g1/42/eval.jsonl", "{}\n{"), "eval.jsonl: broken JSON, line 2"),
-        (lambda folder: broken(folder, "runs/g1/42/metrics.jsonl", "3"), "line 1 must be a mapping"),
+        (
+            lambda folder: broken(folder, "runs/g1/42/eval.jsonl", "{}\n{"),
+            "eval.jsonl: broken JSON, line 2",
+        ),
+        (
+            lambda folder: broken(folder, "runs/g1/42/metrics.jsonl", "3"),
+            "line 1 must be a mapping",
+        ),
     ],
 )
 def test_what_is_no_study_is_refused_in_one_line(make, message, tmp_path):
@@ -145,7 +169,9 @@ def test_what_is_no_study_is_refused_in_one_line(make, message, tmp_path):
     assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"format": "hf-depthroute study 1", "study": {}, "runs": []}'])
+@pytest.mark.parametrize(
+    "text", ["{", "{}", '{"format": "hf-depthroute study 1", "study": {}, "runs": []}']
+)
 def test_broken_results_json_is_refused(text, tmp_path):
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(ResultsError, match=r"results\.json"):
@@ -171,7 +197,11 @@ def test_times_that_differ_for_equal_work_are_told(tmp_path):
 
 def test_tables_hold_mean_and_standard_error_over_seeds(tmp_path):
     plan = {
-        "g1": {"endpoint": [3.0, 3.1, 3.2], "grad_norm_mean": [80.0, 90.0, 82.0], "hits/3.2": [10, 15, None]},
+        "g1": {
+            "endpoint": [3.0, 3.1, 3.2],
+            "grad_norm_mean": [80.0, 90.0, 82.0],
+            "hits/3.2": [10, 15, None],
+        },
         "g3": {"endpoint": [3.0, 3.0, 3.0], "best": [2.9, 2.9, 2.96], "hits/3.2": [5, 5, 5]},
     }
     g1, g3 = table(read_results(write_study(tmp_path, plan)), "table-1")
@@ -184,8 +214,14 @@ def test_tables_hold_mean_and_standard_error_over_seeds(tmp_path):
 
 
 def test_differences_are_paired_by_seed(tmp_path):
-    plan = {"a3_g1": {"endpoint": [3.0, 3.1, 3.2]}, "cgs": {"endpoint": [2.9, 3.1, 3.3]}, "iso_cgs": {"endpoint": 3.0}}
-    base, cgs, iso = table(read_results(write_study(tmp_path, plan, missing=[("iso_cgs", 7)])), "cgs")
+    plan = {
+        "a3_g1": {"endpoint": [3.0, 3.1, 3.2]},
+        "cgs": {"endpoint": [2.9, 3.1, 3.3]},
+        "iso_cgs": {"endpoint": 3.0},
+    }
+    base, cgs, iso = table(
+        read_results(write_study(tmp_path, plan, missing=[("iso_cgs", 7)])), "cgs"
+    )
     assert base["endpoint diff."] == "-"
     assert cgs["endpoint diff."] == "+0.0000 ± 0.0577"
     assert iso["endpoint diff."] == "-0.0500 ± 0.0500" and iso["seeds"] == "2"
@@ -200,19 +236,34 @@ def test_layers_are_averaged_in_tables_and_apart_in_the_auc_table(tmp_path):
     study = read_results(folder)
     assert table(study, "table-2")[1]["q distance"] == "0.00500"
     auc = table(study, "oracle-auc")[1]
-    assert (auc["on-policy, layer 3"], auc["on-policy, layer 4"], auc["on-policy, mean"]) == ("0.550", "0.650", "0.600")
+    assert (auc["on-policy, layer 3"], auc["on-policy, layer 4"], auc["on-policy, mean"]) == (
+        "0.550",
+        "0.650",
+        "0.600",
+    )
 
 
 def test_a_study_of_ones_own_gets_the_general_tables_only(tmp_path):
     folder = write_study(tmp_path / "in", {"mine": {"about": "my idea"}, "other": {}})
     study, verdicts = write_report(folder, tmp_path / "out")
-    assert [t.key for t in build_tables(study)] == ["oracle-auc", "cost", "fork-bias", "all-loss", "all-gates"]
+    assert [t.key for t in build_tables(study)] == [
+        "oracle-auc",
+        "cost",
+        "fork-bias",
+        "all-loss",
+        "all-gates",
+    ]
     assert table(study, "all-loss")[0]["about"] == "my idea"
     assert verdicts == [] and len(untested(study)) == len(CLAIMS) + len(QUESTIONS)
     for page in ("report.html", "report.md"):
         text = (tmp_path / "out" / page).read_text()
-        assert text.index("All runs: loss") < text.index("learning.png" if page == "report.md" else "Figures</h2>")
-        assert not any(word in text for word in ("Verdicts", "Not tested", "verdicts come about", CLAIMS[0].statement))
+        assert text.index("All runs: loss") < text.index(
+            "learning.png" if page == "report.md" else "Figures</h2>"
+        )
+        assert not any(
+            word in text
+            for word in ("Verdicts", "Not tested", "verdicts come about", CLAIMS[0].statement)
+        )
     assert (tmp_path / "out" / "learning.png").is_file()
 
 
@@ -226,7 +277,8 @@ def test_a_study_with_bare_summaries_is_still_reported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(83.33, "83.3"), (0.5123, "0.512"), (1234.5, "1,234"), (1.2e-5, "1.2e-05"), (0.0, "0")]
+    ("value", "text"),
+    [(83.33, "83.3"), (0.5123, "0.512"), (1234.5, "1,234"), (1.2e-5, "1.2e-05"), (0.0, "0")],
 )
 def test_significant_digits(value, text):
     assert significant(value) == text
@@ -245,7 +297,9 @@ def test_thresholds_are_found_as_written(tmp_path):
 
 def test_the_reports_configs_are_those_of_the_recipe():
     recipe = {path.stem for path in (ROOT / "recipes/aux_losses/configs").glob("*.yaml")}
-    tabulated = {name for layout in LAYOUTS for name in (*layout.configs, *layout.needs, *layout.baseline)}
+    tabulated = {
+        name for layout in LAYOUTS for name in (*layout.configs, *layout.needs, *layout.baseline)
+    }
     assert set(CONFIGS) | tabulated <= recipe
 
 
@@ -272,7 +326,11 @@ def endpoint(*differences):
 def collapse(distance, variance=0.1, cosine=1.0):
     return {
         "g3": {"layers/q_distance": 0.8, "layers/score_var": 0.1, "layers/q_cosine": 0.995},
-        "a1": {"layers/q_distance": distance, "layers/score_var": variance, "layers/q_cosine": cosine},
+        "a1": {
+            "layers/q_distance": distance,
+            "layers/score_var": variance,
+            "layers/q_cosine": cosine,
+        },
     }
 
 
@@ -391,7 +449,9 @@ def test_verdicts_follow_their_rules(key, plan, word, tmp_path):
     state, sentence = verdict(tmp_path, key, plan)
     # A gate of depth is another regime than a memory's: the sentence has what shows here.
     if key.startswith("cgs"):
-        assert state == OPEN and (word == OPEN or f"{word.capitalize()} here, in another regime" in sentence)
+        assert state == OPEN and (
+            word == OPEN or f"{word.capitalize()} here, in another regime" in sentence
+        )
     else:
         assert state == word
 
@@ -414,7 +474,9 @@ def test_a_sentence_holds_the_mean_its_interval_and_the_papers_number(tmp_path):
 
 def test_more_statements_make_wider_intervals(tmp_path):
     few = verdict(tmp_path / "few", "g3-early", early(-0.01, -0.011, -0.009))
-    many = verdict(tmp_path / "many", "g3-early", {name: {} for name in CONFIGS} | early(-0.01, -0.011, -0.009))
+    many = verdict(
+        tmp_path / "many", "g3-early", {name: {} for name in CONFIGS} | early(-0.01, -0.011, -0.009)
+    )
     assert few[0] == AGREES and many[0] == OPEN and few[1] != many[1]
 
 
@@ -429,7 +491,10 @@ def test_in_another_regime_neither_the_opposite_nor_agreement_is_decided(tmp_pat
             found[free] = {v.key: v for v in judge(study)}
         assert found[1]["g3-early"].state == claimed
         assert found[0]["g3-early"].state == OPEN
-        assert f"{claimed} here, in another regime: skipping costs 0.10 nats" in found[0]["g3-early"].reason
+        assert (
+            f"{claimed} here, in another regime: skipping costs 0.10 nats"
+            in found[0]["g3-early"].reason
+        )
         # Time is time in any regime.
         assert found[0]["cost-clock"].state == found[1]["cost-clock"].state == AGREES
 
@@ -441,7 +506,15 @@ def test_supervision_of_a_gate_of_depth_decides_nothing_about_that_of_a_memory(t
 
 def dense(free):
     """A base that G1, whose endpoint is 3.0, is close to, or not."""
-    return {"base": {"name": "tiny", "parameters": 1000, "layers": 6, "width": 64, "dense_loss": 2.99 if free else 2.9}}
+    return {
+        "base": {
+            "name": "tiny",
+            "parameters": 1000,
+            "layers": 6,
+            "width": 64,
+            "dense_loss": 2.99 if free else 2.9,
+        }
+    }
 
 
 def test_a_never_reached_threshold_counts_as_the_end(tmp_path):
@@ -449,13 +522,21 @@ def test_a_never_reached_threshold_counts_as_the_end(tmp_path):
     assert "G3 over G1: 0.25 (0.25 to 0.25), 3 seeds" in sentence
     _, sentence = verdict(tmp_path / "one", "g3-hits", reached([(5, 10)] * 3, [(5, None)] * 3))
     assert "G3 over G1: 0.71 (0.71 to 0.71), 3 seeds" in sentence  # sqrt(10 / 20)
-    _, sentence = verdict(tmp_path / "none", "g3-hits", reached([(None, None)] * 3, [(None, None)] * 3))
+    _, sentence = verdict(
+        tmp_path / "none", "g3-hits", reached([(None, None)] * 3, [(None, None)] * 3)
+    )
     assert "no threshold was reached" in sentence
 
 
 def test_the_margin_is_that_of_the_study(tmp_path):
-    assert verdict(tmp_path / "a", "g3-endpoint", endpoint(0.003, 0.003, 0.003), margin=0.004)[0] == AGREES
-    assert verdict(tmp_path / "b", "g3-endpoint", endpoint(0.003, 0.003, 0.003), margin=0.002)[0] == DISAGREES
+    assert (
+        verdict(tmp_path / "a", "g3-endpoint", endpoint(0.003, 0.003, 0.003), margin=0.004)[0]
+        == AGREES
+    )
+    assert (
+        verdict(tmp_path / "b", "g3-endpoint", endpoint(0.003, 0.003, 0.003), margin=0.002)[0]
+        == DISAGREES
+    )
 
 
 @pytest.mark.parametrize("seeds", [[42], [42, 123]])
@@ -468,7 +549,9 @@ def test_fewer_than_three_seeds_are_never_enough(seeds, tmp_path):
 
 @pytest.mark.parametrize("missing", [[], [("g3", 42)], [("g3", 42), ("g1", 123)]])
 def test_seeds_that_are_not_common_do_not_count(missing, tmp_path):
-    word, sentence = verdict(tmp_path, "g3-early", early(-0.1, -0.1), seeds=[42, 123], missing=missing)
+    word, sentence = verdict(
+        tmp_path, "g3-early", early(-0.1, -0.1), seeds=[42, 123], missing=missing
+    )
     told = ("only 2 common seeds", "only 1 common seed", "no common seed")[len(missing)]
     assert word == OPEN and told in sentence
 
@@ -487,7 +570,14 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.ids, self.links, self.resources, self.alts = [], [], [], [], [], []
+        self.open, self.tags, self.ids, self.links, self.resources, self.alts = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         self.feed(text)
         self.close()
 
@@ -500,7 +590,9 @@ class Page(HTMLParser):
             self.ids.append(found["id"])
         if tag == "a":
             self.links.append(found["href"])
-        self.resources += [found[key] for key in ("src", "srcset", "data", "action") if key in found]
+        self.resources += [
+            found[key] for key in ("src", "srcset", "data", "action") if key in found
+        ]
         if tag == "img":
             self.alts.append(found.get("alt"))
 
@@ -524,7 +616,9 @@ def test_the_page_is_well_formed(page):
 
 def test_the_page_needs_nothing_from_elsewhere(page, full):
     text = (full / "report.html").read_text()
-    assert page.resources and all(source.startswith("data:image/png;base64,") for source in page.resources)
+    assert page.resources and all(
+        source.startswith("data:image/png;base64,") for source in page.resources
+    )
     assert "script" not in page.tags and "link" not in page.tags
     for far in ("http://", "https://", "url(", "@import", "src='"):
         assert far not in text
@@ -534,7 +628,15 @@ def test_every_figure_is_drawn_linked_and_described(page, full):
     pictures = sorted(path.name for path in full.glob("*.png"))
     assert pictures == sorted(
         f"{key}.png"
-        for key in ("cost", "gate_probability", "gradients", "learning", "oracle_auc", "policies", "util_sweep")
+        for key in (
+            "cost",
+            "gate_probability",
+            "gradients",
+            "learning",
+            "oracle_auc",
+            "policies",
+            "util_sweep",
+        )
     )
     markdown = (full / "report.md").read_text()
     assert all(f"]({name})" in markdown for name in pictures)
@@ -566,7 +668,11 @@ def test_both_files_hold_the_same_verdicts_and_numbers(full):
     study = read_results(full)
     for found in judge(study):
         assert f'id="claim-{found.key}"' in html
-    assert html.count('class="badge') == len(judge(study)) == sum(markdown.count(f"\n* {symbol}") for symbol in "✓✗≠○")
+    assert (
+        html.count('class="badge')
+        == len(judge(study))
+        == sum(markdown.count(f"\n* {symbol}") for symbol in "✓✗≠○")
+    )
     for built in build_tables(study):
         assert f'id="{built.key}"' in html and built.title in markdown
 
@@ -583,15 +689,22 @@ def run(*arguments):
 
 def test_the_recipe_writes_the_report_next_to_the_results(tmp_path, capsys, monkeypatch):
     folder = write_study(
-        tmp_path, {"g3": {EARLY: 3.29}, "g1": {EARLY: 3.3}}, seeds=[42, 123, 7, 11], missing=[("g1", 11)]
+        tmp_path,
+        {"g3": {EARLY: 3.29}, "g1": {EARLY: 3.3}},
+        seeds=[42, 123, 7, 11],
+        missing=[("g1", 11)],
     )
     script = ROOT / "recipes/aux_losses/report.py"
     monkeypatch.syspath_prepend(script.parent)
     monkeypatch.setattr("sys.argv", [str(script), str(folder)])
     runpy.run_path(str(script), run_name="__main__")
     out = capsys.readouterr().out
-    assert " open " in out and "1 run is missing" in out and str(folder / "report/report.html") in out
-    assert {"report.html", "report.md", "results.json"} <= {path.name for path in (folder / "report").iterdir()}
+    assert (
+        " open " in out and "1 run is missing" in out and str(folder / "report/report.html") in out
+    )
+    assert {"report.html", "report.md", "results.json"} <= {
+        path.name for path in (folder / "report").iterdir()
+    }
 
 
 def test_the_command_writes_one_table_next_to_the_results(tmp_path, capsys):
@@ -599,27 +712,43 @@ def test_the_command_writes_one_table_next_to_the_results(tmp_path, capsys):
     folder = write_study(tmp_path, plan, missing=[("g3", 7)])
     run(folder)
     out = capsys.readouterr().out
-    assert "1 run is missing" in out and "agrees" not in out and str(folder / "report/report.md") in out
+    assert (
+        "1 run is missing" in out
+        and "agrees" not in out
+        and str(folder / "report/report.md") in out
+    )
     written = folder / "report"
     assert {path.name for path in written.iterdir()} == {"report.md", "results.csv", "results.json"}
     # 0.1 / sqrt(3).
     row = "| 3 | 20 | 20,480 | 3.1000 ± 0.0577 | 3.2000 | 3.1000 | 3.1000 ± 0.0577 |"
     markdown = (written / "report.md").read_text()
-    assert row in markdown and "<script>" not in markdown and "Missing seeds: g3: 7 (at step 10)." in markdown
+    assert (
+        row in markdown
+        and "<script>" not in markdown
+        and "Missing seeds: g3: 7 (at step 10)." in markdown
+    )
 
 
 def test_the_table_has_every_measured_number(tmp_path):
-    plan = {"g1": {"cost/training_ffn_ratio": [1.0, 2.0, 3.0], "hits/3.2": [5, None, None]}, "g3": {}}
+    plan = {
+        "g1": {"cost/training_ffn_ratio": [1.0, 2.0, 3.0], "hits/3.2": [5, None, None]},
+        "g3": {},
+    }
     plan["g3"]["training"] = {"gradient_accumulation_steps": 4}
     frame = summarize(read_results(write_study(tmp_path, plan)))
     assert list(frame.index) == ["g1", "g3"] and list(frame["tokens"]) == [20_480, 4 * 20_480]
-    assert frame.loc["g1", "cost/training_ffn_ratio"] == 2 and frame.loc["g1", "cost/training_ffn_ratio std"] == 1
+    assert (
+        frame.loc["g1", "cost/training_ffn_ratio"] == 2
+        and frame.loc["g1", "cost/training_ffn_ratio std"] == 1
+    )
     assert frame.loc["g1", "cost/training_ffn_ratio se"] == pytest.approx(3**-0.5)
     assert frame.loc["g1", "hits/3.2"] == 5 and frame.loc["g1", "layers/3/oracle_auc"] == 0.55
 
 
 def test_the_tables_results_give_the_same_table_again(tmp_path):
-    write_study_report(write_study(tmp_path / "in", {"g1": {"endpoint": [1 / 3, 2 / 3, 1.0]}}), tmp_path / "first")
+    write_study_report(
+        write_study(tmp_path / "in", {"g1": {"endpoint": [1 / 3, 2 / 3, 1.0]}}), tmp_path / "first"
+    )
     write_study_report(tmp_path / "first", tmp_path / "again")
     for path in (tmp_path / "first").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
@@ -634,7 +763,9 @@ def test_the_table_of_bare_summaries_has_what_they_have(tmp_path):
 
 
 def test_the_command_prints_the_losses_of_a_study_of_ones_own_and_no_claim(tmp_path, capsys):
-    folder = write_study(tmp_path, {"mine": {"endpoint": [3.0, 3.1, 3.2]}, "other": {"endpoint": 2.5}})
+    folder = write_study(
+        tmp_path, {"mine": {"endpoint": [3.0, 3.1, 3.2]}, "other": {"endpoint": 2.5}}
+    )
     run(folder)
     out = capsys.readouterr().out
     assert "3.1000 ± 0.0577" in out and "2.5000" in out and "endpoint" in out and "seeds" in out
@@ -692,7 +823,9 @@ def test_an_interval_answers_what_was_stated(numbers, expected, word):
 def test_a_row_shows_both_intervals_and_says_where_the_seeds_cannot_decide():
     """Every seed falls, and the interval of all rows together holds zero: the balance loss of experts, three seeds."""
     falls = [-1.2, -0.8, -1.0]
-    together, alone = (judge_one("evens the load", "", falls, "lower", statements) for statements in (10, 1))
+    together, alone = (
+        judge_one("evens the load", "", falls, "lower", statements) for statements in (10, 1)
+    )
     assert (together.state, alone.state) == (OPEN, AGREES) and alone.reason == ""
     assert together.reason == "agrees alone; cannot decide with 3 seeds and 10 statements"
     assert "; alone -1.4968 to -0.5032)" in together.here and "alone" not in alone.here
@@ -702,15 +835,22 @@ def test_a_row_shows_both_intervals_and_says_where_the_seeds_cannot_decide():
 
 def test_one_rule_sets_both_directions_against_a_paper():
     for state in (AGREES, DISAGREES):
-        assert set_against(state, "", "smaller") == (OPEN, f"{state} here, in another regime: smaller")
+        assert set_against(state, "", "smaller") == (
+            OPEN,
+            f"{state} here, in another regime: smaller",
+        )
         assert set_against(state, "", "") == (state, "")
-    assert set_against(OPEN, "cannot decide with 2 seeds", "smaller") == (OPEN, "cannot decide with 2 seeds")
+    assert set_against(OPEN, "cannot decide with 2 seeds", "smaller") == (
+        OPEN,
+        "cannot decide with 2 seeds",
+    )
 
 
 def test_a_claim_has_one_of_four_states():
     assert STATES == (AGREES, DISAGREES, OPEN, NOT_RUN)
     with pytest.raises(
-        ValueError, match="'reproduced' of the claim 'a' must be one of agrees, disagrees, open, not run"
+        ValueError,
+        match="'reproduced' of the claim 'a' must be one of agrees, disagrees, open, not run",
     ):
         Judged("a", "", "", "reproduced")
     assert tell_states([AGREES, AGREES, DISAGREES, OPEN]) == "2 agree, 1 disagrees, 1 open"

@@ -19,7 +19,9 @@ def load_script(monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
     def load(name):
-        spec = importlib.util.spec_from_file_location(f"token_selective_{name}", FOLDER / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(
+            f"token_selective_{name}", FOLDER / f"{name}.py"
+        )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
@@ -41,7 +43,8 @@ def test_models_have_the_papers_sizes(load_script):
     runs = script.read_runs(FOLDER / "small.yaml")
     task = script.Task(torch.zeros(0), torch.zeros(0), vocab_size=65)
     sizes = {
-        name: sum(p.numel() for p in script.build_model(runs[name], task).parameters()) for name in ("dense", "tsa")
+        name: sum(p.numel() for p in script.build_model(runs[name], task).parameters())
+        for name in ("dense", "tsa")
     }
     assert sizes == {"dense": 4_788_480, "tsa": 4_788_480 + 82_565}
 
@@ -67,35 +70,68 @@ def test_depth_is_told_by_kind_of_character(load_script, tmp_path):
     task = script.load_task("shakespeare", text, 8, script.DEVICE)
     names = [script.KINDS[i] for i in script.kinds(task.train[None, :9], task.characters)[0]]
     first, inside = "first letter of a word", "inside a word"
-    assert names == [first, inside, "space", first, "punctuation", "new line", first, inside, "space"]
+    assert names == [
+        first,
+        inside,
+        "space",
+        first,
+        "punctuation",
+        "new line",
+        first,
+        inside,
+        "space",
+    ]
     run = {"method": "tsa", "width": 16, "layers": 3, "heads": 2, "ffn": 32, "length": 8, "seed": 0}
-    model, judge = (script.build_model({**run, "method": method}, task).eval() for method in ("tsa", "dense"))
+    model, judge = (
+        script.build_model({**run, "method": method}, task).eval() for method in ("tsa", "dense")
+    )
     found = script.where_depth_goes(model, task, 2, judge)
     assert sum(found["share_of_kind"].values()) == pytest.approx(1)
     for layer, mean in enumerate(found["alpha_by_layer"]):
-        by_kind = [found["share_of_kind"][kind] * found["alpha_by_kind"][kind][layer] for kind in script.KINDS]
+        by_kind = [
+            found["share_of_kind"][kind] * found["alpha_by_kind"][kind][layer]
+            for kind in script.KINDS
+        ]
         assert sum(by_kind) == pytest.approx(mean, abs=1e-4)
     tokens = task.validation[:, :-1]
     with torch.no_grad(), script.record_routes(model) as trace, script.use_selection(model, "soft"):
         model(input_ids=tokens)
-        entropy = torch.distributions.Categorical(logits=judge(input_ids=tokens).logits).entropy().flatten()
+        entropy = (
+            torch.distributions.Categorical(logits=judge(input_ids=tokens).logits)
+            .entropy()
+            .flatten()
+        )
     probs = torch.stack([record.probs.flatten() for record in trace.values()])
-    for quarter, chosen in ((0, entropy <= entropy.quantile(0.25)), (3, entropy > entropy.quantile(0.75))):
-        assert found["alpha_by_difficulty"][quarter] == pytest.approx(probs[:, chosen].mean(1).tolist(), abs=1e-4)
+    for quarter, chosen in (
+        (0, entropy <= entropy.quantile(0.25)),
+        (3, entropy > entropy.quantile(0.75)),
+    ):
+        assert found["alpha_by_difficulty"][quarter] == pytest.approx(
+            probs[:, chosen].mean(1).tolist(), abs=1e-4
+        )
 
 
 def test_claims_read_the_runs_the_right_way_round(load_script):
     script = load_script("report")
 
     def run(*bits, **more):
-        return {"curve": [{"step": 50 * i, "loss": loss * math.log(2)} for i, loss in enumerate(bits)], **more}
+        return {
+            "curve": [{"step": 50 * i, "loss": loss * math.log(2)} for i, loss in enumerate(bits)],
+            **more,
+        }
 
     at_2_5, _, at_1_8 = script.THRESHOLDS  # 2.5, 2.0 and 1.8 bits per character, in nats
     slow, fast = run(4.0, 2.6, 2.4, 2.2, 1.9), run(4.0, 2.4, 2.2, 1.9, 1.85)
-    assert script.steps_to(slow, at_2_5) == pytest.approx(75) and script.steps_to(slow, at_1_8) is None
+    assert (
+        script.steps_to(slow, at_2_5) == pytest.approx(75) and script.steps_to(slow, at_1_8) is None
+    )
     # 1.8 is reached by one alone.
     assert script.later(slow, fast) == pytest.approx((28.125 + 50) / 2)
-    kinds = {"inside a word": [0.9, 0.8, 0.6], "space": [0.9, 0.2, 0.4], "punctuation": [0.9, 0.4, 0.2]}
+    kinds = {
+        "inside a word": [0.9, 0.8, 0.6],
+        "space": [0.9, 0.2, 0.4],
+        "punctuation": [0.9, 0.4, 0.2],
+    }
     assert script.kind_gap(run(alpha_by_kind=kinds)) == pytest.approx(0.3 - 0.7)
     easy_first = [[0.1, 0.3], [0.3, 0.3], [0.4, 0.4], [0.6, 0.8]]
     assert script.difficulty_gap(run(alpha_by_difficulty=easy_first)) == pytest.approx(0.7 - 0.2)

@@ -91,14 +91,18 @@ def expected_details(number: int, position: int) -> list[list[str]]:
         record = TRACES[number][layer]
         score, threshold = f"{record.scores[0, position]:.3f}", f"{float(record.threshold):.3f}"
         decision = "■ full" if record.mask[0, position] else "□ skipped"
-        found.append([str(layer), score.replace("-", MINUS), threshold.replace("-", MINUS), decision])
+        found.append(
+            [str(layer), score.replace("-", MINUS), threshold.replace("-", MINUS), decision]
+        )
     return found
 
 
 def single_token_pieces() -> list[tuple[int, int]]:
     """Numbers of the pieces that are one token, with its position."""
     starts = [sum(RUNS[0]["counts"][:number]) for number in range(len(RUNS[0]["counts"]))]
-    return [(n, start) for n, (count, start) in enumerate(zip(RUNS[0]["counts"], starts)) if count == 1]
+    return [
+        (n, start) for n, (count, start) in enumerate(zip(RUNS[0]["counts"], starts)) if count == 1
+    ]
 
 
 def test_pointing_at_a_token_shows_its_scores(opened, file):
@@ -130,7 +134,9 @@ def test_the_page_has_every_decision_of_the_trace(number, opened, file):
             assert row[4:] == ["full" if mask.item() else "skipped" for mask in masks]
         else:
             assert row[4:] == [f"{int(mask.sum())} of {count} full" for mask in masks]
-        assert float(row[2]) == pytest.approx(sum(float(mask.float().mean()) for mask in masks), abs=0.006)
+        assert float(row[2]) == pytest.approx(
+            sum(float(mask.float().mean()) for mask in masks), abs=0.006
+        )
 
 
 def _ids() -> list[int]:
@@ -150,7 +156,11 @@ def test_the_budget_switches_tiles_charts_and_text(opened, file):
         assert tiles.count() == 1 and f"{3.01 - budget:.3f}" in tiles.inner_text()
         assert page.locator("figure svg[aria-labelledby^='ratio-']:visible").count() == 1
         assert page.locator("[data-layer]:visible").count() == len(LAYERS)
-        assert page.locator("#summary").inner_text().startswith(f"Budget {budget:g}, all routed layers")
+        assert (
+            page.locator("#summary")
+            .inner_text()
+            .startswith(f"Budget {budget:g}, all routed layers")
+        )
         shades.append(page.evaluate(SHADES))
     assert shades[0] != shades[1] != shades[2]
     assert sum(map(float, shades[0])) < sum(map(float, shades[2]))
@@ -183,7 +193,9 @@ def test_the_keyboard_reaches_every_token_and_control(opened, file):
     reached = []
     for _ in range(20):
         page.keyboard.press("Tab")
-        reached.append(page.evaluate("document.activeElement.id || document.activeElement.name || ''"))
+        reached.append(
+            page.evaluate("document.activeElement.id || document.activeElement.name || ''")
+        )
         outline = "el => getComputedStyle(el).outlineStyle !== 'none' || el.name === 'budget'"
         assert page.evaluate(f"({outline})(document.activeElement)")
         if reached[-1] == "text":
@@ -194,11 +206,15 @@ def test_the_keyboard_reaches_every_token_and_control(opened, file):
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     assert box.get_attribute("aria-activedescendant") == "token-2"
-    assert page.locator("[aria-selected=true]").evaluate_all("all => all.map(t => t.id)") == ["token-2"]
+    assert page.locator("[aria-selected=true]").evaluate_all("all => all.map(t => t.id)") == [
+        "token-2"
+    ]
     page.keyboard.press("End")
     assert box.get_attribute("aria-activedescendant") == f"token-{len(RUNS[0]['pieces']) - 1}"
     page.keyboard.press("ArrowUp")
-    above, last = tops(page, box.get_attribute("aria-activedescendant"), f"token-{len(RUNS[0]['pieces']) - 1}")
+    above, last = tops(
+        page, box.get_attribute("aria-activedescendant"), f"token-{len(RUNS[0]['pieces']) - 1}"
+    )
     assert above < last
     page.keyboard.press("Home")
     assert details(page) == expected_details(1, 0)
@@ -211,8 +227,12 @@ def test_hostile_text_is_shown_and_does_nothing(opened, file):
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0
     text = page.locator("#text").inner_text()
-    assert "</script><img src=x onerror=window.hacked=1>" in text and "U+202E" in text and "␇" in text
-    first, second = tops(page, *(f"token-{RUNS[0]['pieces'].index(piece)}" for piece in ("<", "\u05e9")))
+    assert (
+        "</script><img src=x onerror=window.hacked=1>" in text and "U+202E" in text and "␇" in text
+    )
+    first, second = tops(
+        page, *(f"token-{RUNS[0]['pieces'].index(piece)}" for piece in ("<", "\u05e9"))
+    )
     assert second - first > 60  # two line breaks
 
 

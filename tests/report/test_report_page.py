@@ -58,7 +58,11 @@ def test_the_page_is_well_formed(html):
     assert len(page.ids) == len(set(page.ids))
     links = {value for tag, name, value in page.attributes if (tag, name) == ("a", "href")}
     assert {link.removeprefix("#") for link in links} <= set(page.ids)
-    named = {value for _, name, value in page.attributes if name in ("aria-labelledby", "aria-describedby")}
+    named = {
+        value
+        for _, name, value in page.attributes
+        if name in ("aria-labelledby", "aria-describedby")
+    }
     assert {part for value in named for part in value.split()} <= set(page.ids)
     headings = [int(tag[1]) for tag in page.tags if tag in ("h1", "h2", "h3")]
     assert all(later - sooner <= 1 for sooner, later in itertools.pairwise(headings))
@@ -66,24 +70,34 @@ def test_the_page_is_well_formed(html):
 
 def test_the_page_loads_nothing_and_forbids_it(html):
     page = Page(html)
-    assert {value for _, name, value in page.attributes if name in ("src", "data", "action", "srcset")} == set()
+    assert {
+        value for _, name, value in page.attributes if name in ("src", "data", "action", "srcset")
+    } == set()
     assert [v for tag, name, v in page.attributes if tag == "link" and name == "href"] == ["data:,"]
     assert not re.search(r"https?://|@import|url\(", html)
     assert not any(name == "style" or name.startswith("on") for _, name, _ in page.attributes)
-    policy = next(v for tag, name, v in page.attributes if tag == "meta" and name == "content" and "src" in str(v))
+    policy = next(
+        v
+        for tag, name, v in page.attributes
+        if tag == "meta" and name == "content" and "src" in str(v)
+    )
     assert policy.startswith("default-src 'none'; style-src 'sha256-") and "unsafe" not in policy
 
 
 def test_hostile_text_stays_text(html):
     assert html.count(ATTACK) == 0 and "onerror=window" in html
     assert "img" not in Page(html).tags
-    data = re.search(r'<script type="application/json" id="token-data">(.*?)</script>', html, re.S).group(1)
+    data = re.search(
+        r'<script type="application/json" id="token-data">(.*?)</script>', html, re.S
+    ).group(1)
     assert ATTACK in json.loads(data)["texts"][0]["runs"][0]["pieces"]
 
 
 def test_a_long_text_stays_a_small_file():
     layers = tuple(range(24))
-    report, *_ = planted_report("Lorem ipsum dolor, " * 100 + "x" * 100, layers, (0.1, 0.25, 0.5, 0.75, 0.9))
+    report, *_ = planted_report(
+        "Lorem ipsum dolor, " * 100 + "x" * 100, layers, (0.1, 0.25, 0.5, 0.75, 0.9)
+    )
     assert sum(report.tokens["texts"][0]["runs"][0]["counts"]) == 2000
     assert len(render_page(report).encode()) < 3_000_000
 
@@ -102,7 +116,9 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
     """An adapter's folder and a text file."""
     folder = tmp_path_factory.mktemp("report")
     base = save_base(folder / "base")
-    routed(transformers.AutoModelForCausalLM.from_pretrained(base)).save_pretrained(folder / "adapter")
+    routed(transformers.AutoModelForCausalLM.from_pretrained(base)).save_pretrained(
+        folder / "adapter"
+    )
     return folder / "adapter", write_text(folder / "text.txt")
 
 
@@ -115,15 +131,38 @@ def run(capsys, *arguments) -> tuple[int, str, str]:
 def test_the_command_measures_and_writes_one_page(folders, tmp_path, capsys):
     adapter, text = folders
     out = tmp_path / "a" / "page.html"
-    measured = ("--dataset", text, "--length", 16, "--blocks", 4, "--samples", 2, "--budgets", "0.5,0.25")
+    measured = (
+        "--dataset",
+        text,
+        "--length",
+        16,
+        "--blocks",
+        4,
+        "--samples",
+        2,
+        "--budgets",
+        "0.5,0.25",
+    )
     code, said, err = run(
-        capsys, adapter, *measured, "--prompt", "the cat", "--max-new-tokens", 3, "--repeats", 1, "--out", out
+        capsys,
+        adapter,
+        *measured,
+        "--prompt",
+        "the cat",
+        "--max-new-tokens",
+        3,
+        "--repeats",
+        1,
+        "--out",
+        out,
     )
     assert (code, said) == (0, f"{out}\n"), err
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
     page = out.read_text()
     assert str(adapter.parent) not in page
-    assert "Depth routing: adapter" in page and "text.txt, split train, 4 blocks of 16 tokens" in page
+    assert (
+        "Depth routing: adapter" in page and "text.txt, split train, 4 blocks of 16 tokens" in page
+    )
     assert "not measured" not in page and "prompt and what each budget wrote" in page
 
 
@@ -131,11 +170,17 @@ def test_a_memory_is_said_to_skip_nothing(folders, tmp_path, capsys):
     adapter, text = folders
     base = transformers.AutoModelForCausalLM.from_pretrained(adapter.parent / "base")
     routed(base, "memory").save_pretrained(tmp_path / "adapter")
-    out, measured = tmp_path / "page.html", ("--dataset", text, "--length", 16, "--blocks", 4, "--samples", 1)
+    out, measured = (
+        tmp_path / "page.html",
+        ("--dataset", text, "--length", 16, "--blocks", 4, "--samples", 1),
+    )
     code, _, err = run(capsys, tmp_path / "adapter", *measured, "--out", out)
     assert code == 0, err
     page = out.read_text()
-    assert "Gates in 3 layers (1-3) weigh what is added to every token." in page and "Nothing is skipped" in page
+    assert (
+        "Gates in 3 layers (1-3) weigh what is added to every token." in page
+        and "Nothing is skipped" in page
+    )
     assert "trained at budget" not in page and "decide for every token" not in page
 
 
@@ -146,23 +191,55 @@ def test_earlier_results_are_used_as_they_are(folders, tmp_path, capsys):
     (tmp_path / "bench.json").write_text(json.dumps(report.bench))
     files = ("--eval", tmp_path / "eval.json", "--bench", tmp_path / "bench.json")
     code, said, err = run(
-        capsys, "--adapter", adapter, "--dataset", text, "--length", 16, "--blocks", 2, *files, "--out", tmp_path / "o"
+        capsys,
+        "--adapter",
+        adapter,
+        "--dataset",
+        text,
+        "--length",
+        16,
+        "--blocks",
+        2,
+        *files,
+        "--out",
+        tmp_path / "o",
     )
     assert (code, said) == (0, f"{tmp_path / 'o' / 'report.html'}\n"), err
     assert "losses" not in err and "speed" not in err
     page = (tmp_path / "o" / "report.html").read_text()
-    assert "2.510" in page and "1.11x" in page and '<input type="radio" name="budget" value="2">' in page
+    assert (
+        "2.510" in page
+        and "1.11x" in page
+        and '<input type="radio" name="budget" value="2">' in page
+    )
 
 
 def test_losses_from_a_file_are_of_the_text_that_it_names(folders, tmp_path, capsys):
     adapter, text = folders
     own = json.loads((adapter / "adapter_config.json").read_text())["weights_hash"]
     rows = list(planted_report()[0].rows)
-    common = (adapter, "--dataset", text, "--length", 16, "--blocks", 2, "--no-speed", "--out", tmp_path / "page.html")
+    common = (
+        adapter,
+        "--dataset",
+        text,
+        "--length",
+        16,
+        "--blocks",
+        2,
+        "--no-speed",
+        "--out",
+        tmp_path / "page.html",
+    )
     for recorded, said in (
         ({}, "not recorded"),
         (
-            {"dataset": "/there/their text.txt", "split": "test", "blocks": 64, "length": 32, "weights_hash": own},
+            {
+                "dataset": "/there/their text.txt",
+                "split": "test",
+                "blocks": 64,
+                "length": 32,
+                "weights_hash": own,
+            },
             "their text.txt, split test, 64 blocks of 32 tokens",
         ),
     ):
@@ -175,7 +252,8 @@ def test_losses_from_a_file_are_of_the_text_that_it_names(folders, tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    "recorded, said", [({"weights_hash": "sha256:0"}, "other weights"), ({"base_mismatch": True}, "another base")]
+    "recorded, said",
+    [({"weights_hash": "sha256:0"}, "other weights"), ({"base_mismatch": True}, "another base")],
 )
 def test_results_of_another_adapter_or_base_are_refused(recorded, said, folders, tmp_path, capsys):
     adapter, text = folders
@@ -184,9 +262,15 @@ def test_results_of_another_adapter_or_base_are_refused(recorded, said, folders,
     (tmp_path / "bench.json").write_text(json.dumps(dict(report.bench) | recorded))
     for option in ("eval", "bench"):
         path = tmp_path / f"{option}.json"
-        code, _, err = run(capsys, adapter, "--dataset", text, f"--{option}", path, "--out", tmp_path / "page.html")
+        code, _, err = run(
+            capsys, adapter, "--dataset", text, f"--{option}", path, "--out", tmp_path / "page.html"
+        )
         (line,) = err.splitlines()
-        assert code == 2 and line.startswith(f"error: --{option} {path}: was measured ") and said in line
+        assert (
+            code == 2
+            and line.startswith(f"error: --{option} {path}: was measured ")
+            and said in line
+        )
 
 
 def test_the_speed_of_other_budgets_than_one_is_measured(folders, tmp_path, capsys):
@@ -202,9 +286,13 @@ def test_the_speed_of_other_budgets_than_one_is_measured(folders, tmp_path, caps
 
 def test_an_adapter_without_budgets_gets_a_page(folders, tmp_path, capsys):
     _, text = folders
-    model = routed(transformers.AutoModelForCausalLM.from_pretrained(folders[0].parent / "base"), threshold=0.0)
+    model = routed(
+        transformers.AutoModelForCausalLM.from_pretrained(folders[0].parent / "base"), threshold=0.0
+    )
     model.save_pretrained(tmp_path / "fixed")
-    code, _, err = run(capsys, tmp_path / "fixed", "--dataset", text, "--length", 16, "--blocks", 2, "--no-speed")
+    code, _, err = run(
+        capsys, tmp_path / "fixed", "--dataset", text, "--length", 16, "--blocks", 2, "--no-speed"
+    )
     assert code == 0, err
     page = (tmp_path / "fixed" / "report" / "report.html").read_text()
     assert "<span>fixed</span>" in page and "not measured" in page
@@ -215,20 +303,32 @@ def test_of_prompts_alone_the_page_is_about_the_text_behind_them(folders, tmp_pa
     base = transformers.AutoModelForCausalLM.from_pretrained(folders[0].parent / "base")
     model = routed(base, phases="prefill", prompt_tail=2)
     model.save_pretrained(tmp_path / "prompts")
-    out, measured = tmp_path / "page.html", ("--dataset", text, "--length", 18, "--blocks", 4, "--budgets", "0.5")
+    out, measured = (
+        tmp_path / "page.html",
+        ("--dataset", text, "--length", 18, "--blocks", 4, "--budgets", "0.5"),
+    )
     shown = (*measured, "--samples", 1, "--no-speed", "--out", out)
     code, _, err = run(capsys, tmp_path / "prompts", *shown)
     assert code == 0, err
     page = out.read_text()
     assert (
-        "the first two thirds of every block are read as a prompt, and the loss is that of the text behind it." in page
+        "the first two thirds of every block are read as a prompt, and the loss is that of the text behind it."
+        in page
     )
     data = json.loads(re.search(r'id="token-data"[^>]*>(.*?)</script>', page, re.S)[1])
     (view,) = data["texts"][0]["runs"]
     assert view["prompt"] == 12
     assert all(layer["mask"][10:] == "1" * 8 for layer in view["layers"])
     with pytest.raises(SystemExit):
-        main(["eval", str(tmp_path / "prompts"), *map(str, measured), "--json", str(tmp_path / "behind.json")])
+        main(
+            [
+                "eval",
+                str(tmp_path / "prompts"),
+                *map(str, measured),
+                "--json",
+                str(tmp_path / "behind.json"),
+            ]
+        )
     assert "the loss is that of the text behind it" in capsys.readouterr().err
     rows = json.loads((tmp_path / "behind.json").read_text())["rows"]
     assert all(row["behind_prompts"] for row in rows)
@@ -250,13 +350,32 @@ MISTAKES = [
     (("ADAPTER",), "give --dataset"),
     (("ADAPTER", "--adapter", "other", "--dataset", "TEXT"), "name an adapter twice"),
     (("ADAPTER", "--dataset", "TEXT", "--eval", "absent.json"), "absent.json"),
-    (("ADAPTER", "--dataset", "TEXT", "--eval", "broken.json"), "not a result of hf-depthroute eval"),
+    (
+        ("ADAPTER", "--dataset", "TEXT", "--eval", "broken.json"),
+        "not a result of hf-depthroute eval",
+    ),
     (("ADAPTER", "--dataset", "TEXT", "--bench", "broken.json"), "broken.json"),
-    (("ADAPTER", "--dataset", "TEXT", "--bench", "short.json"), "not a result of hf-depthroute bench"),
+    (
+        ("ADAPTER", "--dataset", "TEXT", "--bench", "short.json"),
+        "not a result of hf-depthroute bench",
+    ),
     (("ADAPTER", "--dataset", "TEXT", "--budgets", "2"), "--budgets 2"),
     (("ADAPTER", "--dataset", "TEXT", "--out", "broken.json"), "is a file"),
     (("ADAPTER", "--dataset", "TEXT", "--length", "4096"), "--length 4096"),
-    (("ADAPTER", "--dataset", "TEXT", "--length", "16", "--prompt", "the", "--max-new-tokens", "99"), "64 positions"),
+    (
+        (
+            "ADAPTER",
+            "--dataset",
+            "TEXT",
+            "--length",
+            "16",
+            "--prompt",
+            "the",
+            "--max-new-tokens",
+            "99",
+        ),
+        "64 positions",
+    ),
 ]
 
 

@@ -31,7 +31,9 @@ def decoded(layer: dict, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", [byte_tokenizer, fallback_tokenizer])
-@pytest.mark.parametrize("text", ["abc", "a \U0001f999\U0001f999 b", "שלום abc", "a\n\nb", "", HOSTILE, "é"])
+@pytest.mark.parametrize(
+    "text", ["abc", "a \U0001f999\U0001f999 b", "שלום abc", "a\n\nb", "", HOSTILE, "é"]
+)
 def test_pieces_are_the_decoded_text_and_hold_every_token(make, text):
     tokenizer = make()
     ids = tokenizer(text)["input_ids"]
@@ -43,7 +45,10 @@ def test_pieces_are_the_decoded_text_and_hold_every_token(make, text):
 
 def test_bytes_of_one_character_are_one_piece():
     tokenizer = byte_tokenizer()
-    assert text_pieces(tokenizer, tokenizer("a\U0001f999ש")["input_ids"]) == (["a", "\U0001f999", "ש"], [1, 4, 2])
+    assert text_pieces(tokenizer, tokenizer("a\U0001f999ש")["input_ids"]) == (
+        ["a", "\U0001f999", "ש"],
+        [1, 4, 2],
+    )
 
 
 def test_bytes_that_are_no_text_are_single_pieces():
@@ -64,7 +69,11 @@ def test_no_piece_reaches_from_the_prompt_into_what_follows():
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"target": "block"}, {"gate": "linear", "target": "attention", "granularity": "sequence", "branch": "none"}],
+    [
+        {},
+        {"target": "block"},
+        {"gate": "linear", "target": "attention", "granularity": "sequence", "branch": "none"},
+    ],
     ids=["ffn", "block", "sequence"],
 )
 def test_the_view_holds_the_trace(fields):
@@ -86,7 +95,10 @@ def test_the_view_holds_the_trace(fields):
             assert torch.equal(scores[:, 0], record.scores[row][real])
             assert torch.equal(full[:, 0], record.mask[row][real])
             assert torch.equal(full[:, 0], scores[:, 0] >= layer["threshold"])
-    assert view.data["texts"][0]["runs"][0]["loss"] == [None, *(round(v, 4) for v in expected.tolist())]
+    assert view.data["texts"][0]["runs"][0]["loss"] == [
+        None,
+        *(round(v, 4) for v in expected.tolist()),
+    ]
 
 
 def test_the_view_shows_what_decoding_ran_in_full_where_only_prompts_are_routed():
@@ -113,7 +125,9 @@ def test_without_a_threshold_rule_the_view_claims_none():
     with use_selection(model, "topk"), record_routes(model) as trace, torch.no_grad():
         model(tokens(1, 6))
     assert all(record.threshold is None for record in trace.values())
-    assert {layer["threshold"] for layer in trace.show().data["texts"][0]["runs"][0]["layers"]} == {None}
+    assert {layer["threshold"] for layer in trace.show().data["texts"][0]["runs"][0]["layers"]} == {
+        None
+    }
 
 
 def test_a_budget_of_one_has_no_finite_threshold_and_its_page_is_valid():
@@ -138,7 +152,13 @@ def test_a_memory_has_no_budget_and_its_page_is_valid():
 
 def test_a_view_without_text_shows_positions():
     view = planted_trace(5, 0.5).show()
-    assert [piece.strip() for piece in view.data["texts"][0]["runs"][0]["pieces"]] == ["0", "1", "2", "3", "4"]
+    assert [piece.strip() for piece in view.data["texts"][0]["runs"][0]["pieces"]] == [
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+    ]
     assert "tokens=5" in repr(view) and "layers=[2, 5, 6]" in repr(view)
 
 
@@ -183,7 +203,9 @@ def test_scores_are_those_of_the_evaluated_text(small):
         assert (sum(layer.full), sum(layer.skipped)) == (int(mask.sum()), int((~mask).sum()))
         assert layer.threshold == pytest.approx(float(traces[0][index].threshold))
         # No bin on the far side of the threshold's holds a decision of the other kind.
-        for low, high, full, skipped in zip(layer.edges, layer.edges[1:], layer.full, layer.skipped):
+        for low, high, full, skipped in zip(
+            layer.edges, layer.edges[1:], layer.full, layer.skipped
+        ):
             assert not (full and high < layer.threshold) and not (skipped and low > layer.threshold)
     assert found[0][1].edges == found[1][1].edges
 
@@ -207,7 +229,9 @@ def test_generated_tokens_are_shown_with_what_decoding_decided(small):
         with torch.no_grad():
             for _ in range(6):
                 with record_routes(small) as trace:
-                    out = small(ids if cache is None else ids[:, -1:], past_key_values=cache, use_cache=True)
+                    out = small(
+                        ids if cache is None else ids[:, -1:], past_key_values=cache, use_cache=True
+                    )
                 cache = out.past_key_values
                 steps.append(trace)
                 ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], dim=1)
@@ -215,6 +239,8 @@ def test_generated_tokens_are_shown_with_what_decoding_decided(small):
         assert (run["budget"], run["prompt"], sum(run["counts"])) == (budget, 6, 11)
         for layer in run["layers"]:
             scores, full = decoded(layer, 11)
-            torch.testing.assert_close(scores[:, 0], trace[layer["layer"]].scores[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                scores[:, 0], trace[layer["layer"]].scores[0], rtol=1e-4, atol=1e-5
+            )
             assert torch.equal(full[:, 0], trace[layer["layer"]].mask[0])
     set_budget(small, 0.5)

@@ -80,7 +80,9 @@ def test_a_validation_of_the_losses_moves_no_threshold() -> None:
     for mode, gradients in ((False, True), (False, False), (True, False)):
         with record_routes(model.train(mode)) as trace, torch.set_grad_enabled(gradients):
             routing_losses(trace, lm=model(**batch).loss)
-    assert all(torch.equal(a, h.active_quantiles().values) for a, h in zip(before, routings_of(model)))
+    assert all(
+        torch.equal(a, h.active_quantiles().values) for a, h in zip(before, routings_of(model))
+    )
 
 
 def test_set_budget_refuses_thresholds_that_were_never_fitted() -> None:
@@ -107,7 +109,9 @@ def test_inference_with_such_thresholds_is_warned_once_and_calibration_is_not(si
 
 
 @pytest.mark.parametrize("fields", [{"budget": 1.0}, {"gate": "none"}, {"gate": "linear"}])
-def test_where_no_threshold_of_a_budget_decides_nothing_is_said(fields: dict[str, Any], silent: None) -> None:
+def test_where_no_threshold_of_a_budget_decides_nothing_is_said(
+    fields: dict[str, Any], silent: None
+) -> None:
     with torch.no_grad():
         fresh(**fields).eval()(**text_batches(1)[0])
 
@@ -117,7 +121,9 @@ def test_saving_and_doctor_name_thresholds_that_were_never_fitted(tmp_path: Path
     with pytest.warns(UserWarning, match="adapter 'default' is saved as it is: .*never fitted"):
         model.save_pretrained(tmp_path)
     said = [finding for finding in examine(tmp_path) if "calibrated" in finding.text]
-    assert [(finding.state, finding.text.split(":")[0]) for finding in said] == [("note", "not calibrated")]
+    assert [(finding.state, finding.text.split(":")[0]) for finding in said] == [
+        ("note", "not calibrated")
+    ]
     with pytest.warns(UserWarning, match=NEVER_FITTED), torch.no_grad():
         PeftModel.from_pretrained(build_base("llama"), tmp_path).eval()(**text_batches(1)[0])
     calibrate(model, text_batches(1))

@@ -42,10 +42,21 @@ from hf_depthroute.evaluation.perplexity import evaluate_budgets, mean_loss
 from hf_depthroute.execution.decode import DecodeStep
 from hf_depthroute.fitting.narrowing import narrowed
 from hf_depthroute.inference.autotune import tune_execution
-from hf_depthroute.inference.calibration import active_routings, gated_routings, is_calibrated, thresholds
+from hf_depthroute.inference.calibration import (
+    active_routings,
+    gated_routings,
+    is_calibrated,
+    thresholds,
+)
 from hf_depthroute.inference.drafting import draft_view
 from hf_depthroute.inference.fitting import fit_branches
-from hf_depthroute.report.collect import RunReport, Sample, collect_scores, collect_tokens, count_costs
+from hf_depthroute.report.collect import (
+    RunReport,
+    Sample,
+    collect_scores,
+    collect_tokens,
+    count_costs,
+)
 from hf_depthroute.report.run_page import render_page
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteTrace, count_routes
@@ -53,7 +64,13 @@ from hf_depthroute.training.log_lines import log_line
 from hf_depthroute.training.record import remembered
 from hf_depthroute.vllm.limits import check_adapter
 
-MEMORY = {"branch": "memory", "memory_slots": 2048, "memory_width": 4, "memory_heads": 1, "ngram_order": 2}
+MEMORY = {
+    "branch": "memory",
+    "memory_slots": 2048,
+    "memory_width": 4,
+    "memory_heads": 1,
+    "ngram_order": 2,
+}
 STATIC = {"layers": [1, 2, 3], "static_layers": [2]}
 
 
@@ -78,14 +95,39 @@ def text(rows: int = 8, length: int = 16) -> list[dict[str, torch.Tensor]]:
 # The configuration ------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "static_layers=[4] must be routed layers, and layer 4 is none": {"layers": [1, 2], "static_layers": [4]},
-    "static_layers=[1, 2] are all of the routed layers; use gate='none'": {"layers": [1, 2], "static_layers": [1, 2]},
-    "static_layers is not supported with target='experts' per token": {"target": "experts", "static_layers": [3]},
-    "static_layers is not supported with target='memory' per token": {"target": "memory", "static_layers": [3]},
-    "static_layers is not supported with target='ffn' per sequence": {"granularity": "sequence", "static_layers": [3]},
-    "static_layers is not supported with gate='none': all routed layers": {"gate": "none", "static_layers": [3]},
-    "static_layers is not supported with gate='exit'": {"gate": "exit", "target": "block", "static_layers": [3]},
-    "static_layers needs thresholds that follow the budget": {"gate": "linear", "static_layers": [3]},
+    "static_layers=[4] must be routed layers, and layer 4 is none": {
+        "layers": [1, 2],
+        "static_layers": [4],
+    },
+    "static_layers=[1, 2] are all of the routed layers; use gate='none'": {
+        "layers": [1, 2],
+        "static_layers": [1, 2],
+    },
+    "static_layers is not supported with target='experts' per token": {
+        "target": "experts",
+        "static_layers": [3],
+    },
+    "static_layers is not supported with target='memory' per token": {
+        "target": "memory",
+        "static_layers": [3],
+    },
+    "static_layers is not supported with target='ffn' per sequence": {
+        "granularity": "sequence",
+        "static_layers": [3],
+    },
+    "static_layers is not supported with gate='none': all routed layers": {
+        "gate": "none",
+        "static_layers": [3],
+    },
+    "static_layers is not supported with gate='exit'": {
+        "gate": "exit",
+        "target": "block",
+        "static_layers": [3],
+    },
+    "static_layers needs thresholds that follow the budget": {
+        "gate": "linear",
+        "static_layers": [3],
+    },
     "static_layers needs thresholds": {"causal_rule": "predictor", "static_layers": [3]},
 }
 
@@ -100,7 +142,9 @@ def test_what_cannot_be_static_is_refused_in_one_line(start: str) -> None:
 def test_static_layers_are_checked_with_the_depth_where_layers_are_a_rule() -> None:
     config = DepthRouteConfig(layers="last:2", static_layers=[1])
     assert config.routed_layers(3) == [1, 2]
-    with pytest.raises(ConfigError, match=r"static_layers=\[1\] must be routed layers, and layer 1 is none"):
+    with pytest.raises(
+        ConfigError, match=r"static_layers=\[1\] must be routed layers, and layer 1 is none"
+    ):
         config.routed_layers(4)
     with pytest.raises(ConfigError, match=r"static_layers=\[0\] are all of the routed layers"):
         DepthRouteConfig(layers="every:1", static_layers=[0]).routed_layers(1)
@@ -121,8 +165,12 @@ def test_the_field_is_saved_sorted_and_only_where_it_is_set(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "olmoe"])
-@pytest.mark.parametrize("fields", [{}, {"branch": "none"}, {"gate_input": "residual"}, MEMORY], ids=str)
-def test_output_is_that_of_a_gate_that_lets_nothing_run(family: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"branch": "none"}, {"gate_input": "residual"}, MEMORY], ids=str
+)
+def test_output_is_that_of_a_gate_that_lets_nothing_run(
+    family: str, fields: dict[str, Any]
+) -> None:
     model = build(family, **fields)
     twin, ids = forced(model, family, **fields), tokens(3, 12)
     with torch.no_grad(), record_routes(model) as trace, record_routes(twin) as of_twin:
@@ -147,7 +195,9 @@ def test_attention_is_left_out_with_its_keys_and_values(family: str, kind: str) 
     with torch.no_grad():
         out = model(ids, use_cache=True)
         assert gap(out.logits, twin(ids).logits) < 1e-5
-    held = [layer.keys is not None and layer.keys.numel() > 0 for layer in out.past_key_values.layers]
+    held = [
+        layer.keys is not None and layer.keys.numel() > 0 for layer in out.past_key_values.layers
+    ]
     assert held[:3] == [False, True, False]
 
 
@@ -184,14 +234,18 @@ def test_decoding_with_a_cache_is_the_prefill(kind: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("fields", [{}, {"branch": "none"}, {"gate": "none", "static_layers": None}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"branch": "none"}, {"gate": "none", "static_layers": None}], ids=str
+)
 @torch.no_grad()
 def test_the_direct_decode_step_is_the_general_one(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], batch: int
 ) -> None:
     model, ids, taken = build(**fields), tokens(batch, 10, seed=4), []
     step = DecodeStep.__call__
-    monkeypatch.setattr(DecodeStep, "__call__", lambda *given: taken.append(given[0]) or step(*given))
+    monkeypatch.setattr(
+        DecodeStep, "__call__", lambda *given: taken.append(given[0]) or step(*given)
+    )
     found = []
     for general in (False, True):
         cache = model(ids[:, :4], use_cache=True).past_key_values
@@ -213,7 +267,9 @@ def test_padding_changes_nothing(kind: str) -> None:
     mask = torch.cat([torch.zeros(2, 3, dtype=torch.int64), torch.ones_like(ids)], dim=1)
     padded = torch.cat([torch.zeros(2, 3, dtype=torch.int64), ids], dim=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    assert gap(model(padded, attention_mask=mask, position_ids=positions).logits[:, 3:], wanted) < 1e-5
+    assert (
+        gap(model(padded, attention_mask=mask, position_ids=positions).logits[:, 3:], wanted) < 1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["mlp", "attention", "block"])
@@ -241,14 +297,22 @@ def test_a_compiled_model_gives_the_eager_logits() -> None:
     torch._dynamo.reset()
     model, ids = build(), tokens(2, 6)
     wanted = model(ids, use_cache=False).logits
-    assert gap(torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits, wanted) < 1e-5
+    assert (
+        gap(
+            torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits,
+            wanted,
+        )
+        < 1e-5
+    )
     torch._dynamo.reset()
 
 
 # The budget -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{}, {"budget_scope": "global"}, {"selection": "controller"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"budget_scope": "global"}, {"selection": "controller"}], ids=str
+)
 def test_the_budget_is_that_of_the_layers_with_gates(fields: dict[str, Any]) -> None:
     model = build(**fields)
     for budget in (0.3, 0.7):
@@ -280,9 +344,14 @@ def test_a_table_that_was_never_fitted_matters_only_where_there_is_a_gate() -> N
 def test_costs_count_a_static_layer_as_skipped() -> None:
     model = build()
     shares = {1: 0.5, 2: 0.0, 3: 0.5}
-    assert route_cost(model) == route_cost(model, full_ratio=shares) == route_cost(model, budget=0.5)
+    assert (
+        route_cost(model) == route_cost(model, full_ratio=shares) == route_cost(model, budget=0.5)
+    )
     gated = build(static_layers=None)
-    without_gate = (route_cost(gated, full_ratio=shares).flops_routed, route_cost(model).flops_routed)
+    without_gate = (
+        route_cost(gated, full_ratio=shares).flops_routed,
+        route_cost(model).flops_routed,
+    )
     assert without_gate[0] > without_gate[1]
     dense = route_cost(build(kind="block")).kv_bytes
     assert dense == route_cost(build(kind="block", static_layers=None)).kv_bytes * 3 / 4
@@ -305,7 +374,10 @@ def test_bench_and_the_page_count_it_as_skipped(kind: str) -> None:
 
 def test_executors_are_chosen_for_gates_only() -> None:
     model = build()
-    assert {choice.layer for choice in tune_execution(model, tokens(2, 8), steps=2, repeats=1)} == {1, 3}
+    assert {choice.layer for choice in tune_execution(model, tokens(2, 8), steps=2, repeats=1)} == {
+        1,
+        3,
+    }
     assert not routings_of(model)[1].tuned
 
 
@@ -313,7 +385,9 @@ def test_executors_are_chosen_for_gates_only() -> None:
 def test_what_was_tuned_before_leaves_a_static_layer_static(again: bool) -> None:
     model = build(static_layers=None)
     for routing in routings_of(model):
-        routing.tuned = dict.fromkeys(itertools.product(("default", "b"), (False, True), range(20)), "full")
+        routing.tuned = dict.fromkeys(
+            itertools.product(("default", "b"), (False, True), range(20)), "full"
+        )
     model.add_adapter("b", DepthRouteConfig(**STATIC))
     model.set_adapter("b")
     if again:
@@ -326,7 +400,11 @@ def test_what_was_tuned_before_leaves_a_static_layer_static(again: bool) -> None
 
 @pytest.mark.parametrize("kind", ["mlp", "attention", "block"])
 def test_replayed_decisions_run_in_a_static_layer_too(kind: str) -> None:
-    model, twin, ids = build(kind=kind), build_routed("llama", kind, layers=STATIC["layers"]), tokens(2, 12)
+    model, twin, ids = (
+        build(kind=kind),
+        build_routed("llama", kind, layers=STATIC["layers"]),
+        tokens(2, 12),
+    )
     twin.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad(), record_routes(twin.eval()) as trace:
         wanted = twin(ids).logits
@@ -337,7 +415,10 @@ def test_replayed_decisions_run_in_a_static_layer_too(kind: str) -> None:
 
 def test_a_page_counts_the_layers_with_gates() -> None:
     model = build(layers="all", static_layers=[1, 2])
-    dense, row = {"rule": "dense", "budget": 1.0, "loss": 2.0, "perplexity": 7.4, "full_ratio": 1.0}, {"budget": 0.5}
+    dense, row = (
+        {"rule": "dense", "budget": 1.0, "loss": 2.0, "perplexity": 7.4, "full_ratio": 1.0},
+        {"budget": 0.5},
+    )
     row = dense | row | {"rule": "threshold", "full_ratio": 0.25}
     scores = collect_scores(model, text(), [0.5])
     report = RunReport(
@@ -392,7 +473,10 @@ def test_a_file_that_says_otherwise_than_its_weights_is_refused(tmp_path: Path) 
     path.write_text(json.dumps(saved))
     weights = load_file(tmp_path / "adapter_model.safetensors")
     name = next(name for name in weights if ".3.routing.depth_route_gate." in name)
-    save_file(weights | {name.replace(".3.", ".2."): weights[name].clone()}, tmp_path / "adapter_model.safetensors")
+    save_file(
+        weights | {name.replace(".3.", ".2."): weights[name].clone()},
+        tmp_path / "adapter_model.safetensors",
+    )
     path.write_text(json.dumps(saved | {"weights_hash": None}))
     with pytest.raises(AdapterMismatchError, match="unexpected tensor"):
         PeftModel.from_pretrained(build_base("llama"), str(tmp_path))
@@ -402,7 +486,10 @@ def test_a_card_and_the_lines_name_the_static_layers(capsys: pytest.CaptureFixtu
     model = build()
     calibrate(model, text())
     card = make_card(model).text
-    assert "| static, without a gate | 2 |" in card and "Where there is no router, every token skips the part" in card
+    assert (
+        "| static, without a gate | 2 |" in card
+        and "Where there is no router, every token skips the part" in card
+    )
     shown = card[card.index("share full in calibration") :].splitlines()[2:4]
     assert [line.split("|")[1].strip() for line in shown] == ["1", "3"]
     assert "not calibrated" not in card
@@ -423,7 +510,10 @@ def test_a_draft_that_leaves_blocks_out_keeps_what_is_static() -> None:
             wanted = model.generate(input_ids=ids, **settings)
         for drop in ([], [0], [0, 2]):
             assert torch.equal(
-                model.generate(input_ids=ids, assistant_model=draft_view(model, drop=drop), **settings), wanted
+                model.generate(
+                    input_ids=ids, assistant_model=draft_view(model, drop=drop), **settings
+                ),
+                wanted,
             )
 
 
@@ -460,14 +550,27 @@ def test_a_step_trains_the_branch_of_a_static_layer_and_the_gates_of_the_others(
         assert any(f".{index}.routing.depth_route_gate." in name for name in trained)
     assert ("jepa" in terms) == (kind == "jepa")
     p_bar = torch.stack([trace[i].probs[trace[i].real].mean() for i in (1, 3)]).detach()
-    assert float(terms["budget"].detach()) == pytest.approx(float((p_bar - 0.5).square().mean()), abs=1e-6)
+    assert float(terms["budget"].detach()) == pytest.approx(
+        float((p_bar - 0.5).square().mean()), abs=1e-6
+    )
 
 
 def test_a_trainer_knows_labels_and_figures_of_gates_only(tmp_path: Path) -> None:
     model = build(kind="jepa", selection="controller", budget_scope="global")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    weights = {"oracle": "on_policy", "oracle_warmup": 0, "oracle_interval": 1, "cgs_weight": 0.5, "cgs_warmup": 0}
-    weights |= {"cgs_interval": 1, "distill_weight": 0.5, "similarity_weight": 0.5, "exit_weight": 0.1}
+    weights = {
+        "oracle": "on_policy",
+        "oracle_warmup": 0,
+        "oracle_interval": 1,
+        "cgs_weight": 0.5,
+        "cgs_warmup": 0,
+    }
+    weights |= {
+        "cgs_interval": 1,
+        "distill_weight": 0.5,
+        "similarity_weight": 0.5,
+        "exit_weight": 0.1,
+    }
     trainer, _ = make_trainer(model, rows(8), tmp_path, max_steps=3, **weights)
     trainer.train()
     logs = step_logs(trainer)[-1]
@@ -535,16 +638,24 @@ def test_a_fit_makes_a_layer_static_that_nothing_needs(tmp_path: Path) -> None:
     model = fit_router(with_useless_layer(), fit_text(), keep=0.5, config=config)
     found = model.peft_config["default"]
     assert found.static_layers == [2]
-    assert 4 - len(found.layers) + found.budget * len(found.gated_layers()) == pytest.approx(0.5 * 4)
+    assert 4 - len(found.layers) + found.budget * len(found.gated_layers()) == pytest.approx(
+        0.5 * 4
+    )
     assert share_of_calls(model) == pytest.approx(0.5, abs=0.02)
-    assert not [name for name, _ in model.named_parameters() if ".2.routing.depth_route_gate." in name]
+    assert not [
+        name for name, _ in model.named_parameters() if ".2.routing.depth_route_gate." in name
+    ]
     assert is_calibrated(model) and 2 not in thresholds(model)
     record = remembered(model, "default").training
     assert record is not None and record["fit"]["layers"]["2"]["share"] == 0.0
     held_out = torch.cat([batch["input_ids"] for batch in fit_text()])[4::5]
     with count_routes(model) as counter:
-        assert mean_loss(model, [{"input_ids": held_out}]) == pytest.approx(record["fit"]["loss"], abs=1e-5)
-    assert counter.full_ratio() == pytest.approx({i: record["fit"]["layers"][str(i)]["share"] for i in found.layers})
+        assert mean_loss(model, [{"input_ids": held_out}]) == pytest.approx(
+            record["fit"]["loss"], abs=1e-5
+        )
+    assert counter.full_ratio() == pytest.approx(
+        {i: record["fit"]["layers"][str(i)]["share"] for i in found.layers}
+    )
     set_budget(model, 0.3)
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(with_useless_layer(), str(tmp_path)).eval()
@@ -560,7 +671,9 @@ def test_a_fit_keeps_a_gate_whose_loss_is_felt(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("hf_depthroute.fitting.router.STATIC", 0.45)
     tried: list[list[int]] = []
 
-    def spoiled(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()) -> PeftModel:
+    def spoiled(
+        model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()
+    ) -> PeftModel:
         made = narrowed(model, dense, static)
         if static:
             tried.append(list(static))
@@ -576,7 +689,9 @@ def test_a_fit_keeps_a_gate_whose_loss_is_felt(monkeypatch: pytest.MonkeyPatch) 
     assert all(routing.active_quantiles().measured is not None for routing in gated_routings(model))
 
 
-def test_a_fit_keeps_the_gates_where_nothing_else_would_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_keeps_the_gates_where_nothing_else_would_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("hf_depthroute.fitting.router.STATIC", 1.0)
     config = DepthRouteConfig(layers="all", gate="affine")
     model = fit_router(build_base("llama"), fit_text(), keep=0.5, config=config, rounds=1)
@@ -586,7 +701,11 @@ def test_a_fit_keeps_the_gates_where_nothing_else_would_have_one(monkeypatch: py
 
 def test_a_fit_finds_static_layers_itself() -> None:
     with pytest.raises(ConfigError, match="finds the static layers itself"):
-        fit_router(build_base("llama"), fit_text(), config=DepthRouteConfig(layers="all", static_layers=[1]))
+        fit_router(
+            build_base("llama"),
+            fit_text(),
+            config=DepthRouteConfig(layers="all", static_layers=[1]),
+        )
 
 
 def test_a_trained_fit_stays_static(tmp_path: Path) -> None:

@@ -17,7 +17,14 @@ from models import build_routed, logits, tokens
 from request_kinds import ROUTED, build, generated, requests_of, run_together
 from training import make_trainer, rows, step_logs
 
-from hf_depthroute import calibrate, calibrate_budgets, record_routes, set_budget, set_phases, use_budget
+from hf_depthroute import (
+    calibrate,
+    calibrate_budgets,
+    record_routes,
+    set_budget,
+    set_phases,
+    use_budget,
+)
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing import plan
 from hf_depthroute.routing.stack import routings_of, state_of
@@ -42,7 +49,10 @@ def test_requests_with_settings_of_their_own_get_what_they_get_alone(name: str) 
     model: Any = build(name)
     requests = requests_of(model)
     alone = {kind: request() for kind, request in requests.items()}
-    assert len({tuple(found[1].flatten()[:50].tolist()) for found in alone.values() if len(found) > 1}) > 3
+    assert (
+        len({tuple(found[1].flatten()[:50].tolist()) for found in alone.values() if len(found) > 1})
+        > 3
+    )
     for _ in range(4):
         model.train().eval()  # what was prepared for decoding is dropped, as in a fresh process
         assert run_together(requests, alone) == []
@@ -52,8 +62,12 @@ def test_requests_with_settings_of_their_own_get_what_they_get_alone(name: str) 
 
 @pytest.mark.nightly(unless=lambda fields: not fields)
 @pytest.mark.usefixtures("eager_switches")
-@pytest.mark.parametrize("fields", [{}, {"fused_loss": False}, {"oracle": "on_policy", "exit_weight": 0.1}], ids=str)
-def test_a_training_and_who_generates_meanwhile_do_not_see_each_other(fields: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"fused_loss": False}, {"oracle": "on_policy", "exit_weight": 0.1}], ids=str
+)
+def test_a_training_and_who_generates_meanwhile_do_not_see_each_other(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
     def losses(model: Any, folder: str) -> list[dict[str, float]]:
         trainer, _ = make_trainer(model, rows(8), tmp_path / folder, max_steps=12, **fields)
         trainer.train()
@@ -114,9 +128,15 @@ def a_step(model: Any, turn: int) -> None:
 CHANGES: list[tuple[Callable[[Any, int], None], str]] = [
     *((budgets, name) for name in ("controller", "exit", "attention", "sequence", "branch_memory")),
     *((phases, name) for name in ("controller", "attention", "branch_memory")),
-    *((adapters, name) for name in ("controller", "exit", "attention", "sequence", "branch_memory")),
+    *(
+        (adapters, name)
+        for name in ("controller", "exit", "attention", "sequence", "branch_memory")
+    ),
     *((off_and_on, name) for name in ("controller", "exit", "attention")),
-    *((a_step, name) for name in ("controller", "predictor", "attention", "sequence", "branch_memory")),
+    *(
+        (a_step, name)
+        for name in ("controller", "predictor", "attention", "sequence", "branch_memory")
+    ),
 ]
 
 
@@ -191,11 +211,20 @@ def what_is_in_force(model: Any) -> list[Any]:
     """Of every layer, with every module's mode."""
     parts = [routing.state_dict() for routing in routings_of(model)]
     buffers = [
-        value.tolist() for part in parts for name, value in part.items() if "quantiles" in name or "contr" in name
+        value.tolist()
+        for part in parts
+        for name, value in part.items()
+        if "quantiles" in name or "contr" in name
     ]
     configs = [(config.budget, config.phases) for config in model.peft_config.values()]
     active = [routing.active_adapters for routing in routings_of(model)]
-    return [buffers, configs, model.active_adapter, active, [module.training for module in model.modules()]]
+    return [
+        buffers,
+        configs,
+        model.active_adapter,
+        active,
+        [module.training for module in model.modules()],
+    ]
 
 
 # Two threads change the model at one time, in training mode.
@@ -235,7 +264,12 @@ def test_two_changes_at_one_time_leave_what_one_after_the_other_leaves(
         model = made()
         start, faults = threading.Barrier(2), []
 
-        def work(change: Callable[[Any], None], model: Any = model, start: Any = start, faults: Any = faults) -> None:
+        def work(
+            change: Callable[[Any], None],
+            model: Any = model,
+            start: Any = start,
+            faults: Any = faults,
+        ) -> None:
             start.wait(10)
             try:
                 change(model)
@@ -251,7 +285,9 @@ def test_two_changes_at_one_time_leave_what_one_after_the_other_leaves(
         assert what_is_in_force(model) in allowed
 
 
-def test_a_plan_is_not_kept_for_settings_that_it_was_not_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_not_kept_for_settings_that_it_was_not_made_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another thread changes the budget while a plan is made, and changes it back before the next pass."""
     model: Any = build_routed("llama")
     expected, config = logits(model), model.peft_config["default"]
@@ -314,7 +350,10 @@ def test_a_budget_for_one_request_leaves_the_adapter_alone() -> None:
 
 def test_blocks_of_one_thread_nest_and_close_in_any_order() -> None:
     state = RunState()
-    first, second = state.override(executor="masked"), state.override(executor="rows", layers=frozenset({1}))
+    first, second = (
+        state.override(executor="masked"),
+        state.override(executor="rows", layers=frozenset({1})),
+    )
     first.__enter__()
     second.__enter__()
     assert (state.settings.executor, state.settings.layers) == ("rows", frozenset({1}))

@@ -28,7 +28,9 @@ def padded(batch: int = 2, length: int = 8, padding: int = 3) -> dict[str, torch
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def made_trace(mask: torch.Tensor, token_mask: torch.Tensor | None = None, index: int = 1) -> RouteTrace:
+def made_trace(
+    mask: torch.Tensor, token_mask: torch.Tensor | None = None, index: int = 1
+) -> RouteTrace:
     scores = torch.zeros(mask.shape)
     return RouteTrace({index: RouteRecord(mask, scores, torch.sigmoid(scores), token_mask, 0.5)})
 
@@ -86,7 +88,11 @@ def test_a_record_holds_masks_scores_and_probabilities(gate: str, training: bool
         assert torch.equal(record.real, batch["attention_mask"].bool())
         assert not (record.mask & ~record.real).any()
         assert record.budget == 0.5
-        expected = {"q_full", "q_cheap"} | ({"z_full", "z_cheap"} if training else set()) if gate == "jepa" else set()
+        expected = (
+            {"q_full", "q_cheap"} | ({"z_full", "z_cheap"} if training else set())
+            if gate == "jepa"
+            else set()
+        )
         assert set(record.extras) == expected
         for name in expected:
             assert getattr(record, name).shape == (2, 8, 8)
@@ -176,7 +182,11 @@ def test_an_exception_inside_a_forward_pass_leaves_the_layers_before_it_recorded
         raise RuntimeError("broken layer")
 
     hook = model.get_base_model().model.layers[2].mlp.register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="broken layer"), torch.no_grad(), record_routes(model) as trace:
+    with (
+        pytest.raises(RuntimeError, match="broken layer"),
+        torch.no_grad(),
+        record_routes(model) as trace,
+    ):
         model(tokens(4, 8))
     hook.remove()
     assert list(trace) == [1]
@@ -189,7 +199,10 @@ def test_an_exception_inside_a_forward_pass_leaves_the_layers_before_it_recorded
 def test_a_model_without_routed_layers_is_refused(context: str) -> None:
     model = build_base("llama")
     opened = record_routes(model) if context == "record" else replay_routes(model, RouteTrace())
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no routed layer; wrap it with get_depth_routed_model"):
+    with pytest.raises(
+        ValueError,
+        match="LlamaForCausalLM has no routed layer; wrap it with get_depth_routed_model",
+    ):
         opened.__enter__()
 
 
@@ -260,7 +273,11 @@ def test_a_trace_replays_piece_by_piece_and_joins_again() -> None:
         plain = model(ids).logits
     pieces, logits, cache = [], [], None
     for start, stop in ((0, 3), (3, 4), (4, 8)):
-        with torch.no_grad(), replay_routes(model, whole.positions(start, stop)), record_routes(model) as piece:
+        with (
+            torch.no_grad(),
+            replay_routes(model, whole.positions(start, stop)),
+            record_routes(model) as piece,
+        ):
             output = model(input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         pieces.append(piece)
@@ -275,8 +292,13 @@ def test_a_trace_replays_piece_by_piece_and_joins_again() -> None:
 
 def test_joined_traces_keep_padding_where_a_step_has_no_mask() -> None:
     """A static cache's masks are 4D, and do not say of a single new token whether it is real."""
-    first, real = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[False, False, True], [True, True, True]])
-    joined = RouteTrace.cat([made_trace(first & real, real), made_trace(torch.zeros(2, 1, dtype=torch.bool))])
+    first, real = (
+        torch.ones(2, 3, dtype=torch.bool),
+        torch.tensor([[False, False, True], [True, True, True]]),
+    )
+    joined = RouteTrace.cat(
+        [made_trace(first & real, real), made_trace(torch.zeros(2, 1, dtype=torch.bool))]
+    )
     assert torch.equal(joined[1].real, torch.cat([real, torch.ones(2, 1, dtype=torch.bool)], dim=1))
     assert joined.full_ratio() == {1: pytest.approx(4 / 6)}
     assert RouteTrace.cat([made_trace(first)] * 2)[1].token_mask is None
@@ -301,7 +323,11 @@ def test_who_leaves_in_a_replayed_layer_stays_out_of_those_that_decide() -> None
     assert trace[2].mask.any()
     nobody = RouteTrace({1: replace(trace[1], mask=torch.zeros_like(trace[1].mask))})
     for start, stop in ((0, 8), (0, 5)):
-        with torch.no_grad(), replay_routes(model, nobody.positions(start, stop)), record_routes(model) as again:
+        with (
+            torch.no_grad(),
+            replay_routes(model, nobody.positions(start, stop)),
+            record_routes(model) as again,
+        ):
             model(ids[:, start:stop])
         assert not any(record.mask.any() for record in again.values())
 

@@ -31,10 +31,18 @@ def test_a_trainer_that_was_told_nothing_equals_ours(tmp_path: Path) -> None:
     examples, logs, states = rows(8, padding=(0, 3)), [], []
     for cls in (DepthRouteTrainer, Trainer):
         model = build_routed("llama")
-        trainer, _ = make_trainer(model, examples, tmp_path, cls, budget_weight=2.0, gradient_accumulation_steps=2)
+        trainer, _ = make_trainer(
+            model, examples, tmp_path, cls, budget_weight=2.0, gradient_accumulation_steps=2
+        )
         trainer.train()
         trainer.train()  # a second time: still one callback
-        assert sum(isinstance(callback, RoutingCallback) for callback in trainer.callback_handler.callbacks) == 1
+        assert (
+            sum(
+                isinstance(callback, RoutingCallback)
+                for callback in trainer.callback_handler.callbacks
+            )
+            == 1
+        )
         logs.append(step_logs(trainer))
         states.append(adapter_state(model))
     for one, two in zip(*logs, strict=True):
@@ -76,7 +84,10 @@ for order, trains in itertools.product(("import inject", "inject import"), (True
 def test_the_trainer_is_wrapped_whenever_it_is_imported_if_an_adapter_trains() -> None:
     """And importing the library puts nothing into Python's import system, nor imports the Trainer."""
     ended = subprocess.run(
-        [sys.executable, "-c", IN_ANY_ORDER], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": PATHS}
+        [sys.executable, "-c", IN_ANY_ORDER],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": PATHS},
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [
@@ -88,7 +99,10 @@ def test_the_trainer_is_wrapped_whenever_it_is_imported_if_an_adapter_trains() -
 
 
 def test_a_callback_that_nobody_told_its_trainer_learns_it(tmp_path: Path) -> None:
-    model, callback = build_routed("llama"), DepthRouteCallback(arguments=RoutingArguments(budget_weight=0.0))
+    model, callback = (
+        build_routed("llama"),
+        DepthRouteCallback(arguments=RoutingArguments(budget_weight=0.0)),
+    )
     trainer, _ = make_trainer(model, rows(2), tmp_path, Trainer)
     trainer.add_callback(callback)
     trainer.train()
@@ -152,7 +166,9 @@ def test_no_training_stops_for_a_fact_of_the_model_card(
     make: Callable[[], Any], cls: type[Trainer], tmp_path: Path
 ) -> None:
     model = build_routed("llama")
-    trainer, _ = make_trainer(model, make(), tmp_path, cls, max_steps=2, accelerator_config={"dispatch_batches": False})
+    trainer, _ = make_trainer(
+        model, make(), tmp_path, cls, max_steps=2, accelerator_config={"dispatch_batches": False}
+    )
     trainer.train()
     record = remembered(model, "default").training
     assert record is not None and record["hyperparameters"]["steps"] == 2

@@ -27,9 +27,18 @@ LINE = re.compile(
 
 def deep_model() -> Any:
     """24 layers, all routed: 72 values per layer and log entry."""
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 32}
-    base = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=DEPTH, **sizes))
-    return get_depth_routed_model(base, DepthRouteConfig(layers="all", gate_hidden=4, branch_rank=2))
+    sizes = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 64,
+        "max_position_embeddings": 32,
+    }
+    base = LlamaForCausalLM(
+        LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=DEPTH, **sizes)
+    )
+    return get_depth_routed_model(
+        base, DepthRouteConfig(layers="all", gate_hidden=4, branch_rank=2)
+    )
 
 
 def trained(folder: Path, trainer: type[Trainer] = DepthRouteTrainer, **fields: Any) -> Trainer:
@@ -62,20 +71,26 @@ def test_a_log_entry_is_one_short_line_and_the_layers_are_in_the_history(
     assert [len(per_layer(entry)) for entry in logged] == [3 * DEPTH] * 2
 
 
-def test_a_printer_of_the_callers_own_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_printer_of_the_callers_own_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Own(PrinterCallback):
         def on_log(self, *args: Any, **kwargs: Any) -> None:
             print("my own line")
 
     arguments = training_arguments(tmp_path, max_steps=1)
-    trainer = DepthRouteTrainer(model=deep_model(), args=arguments, train_dataset=rows(4), callbacks=[Own])
+    trainer = DepthRouteTrainer(
+        model=deep_model(), args=arguments, train_dataset=rows(4), callbacks=[Own]
+    )
     trainer.train()
     own, line, own_at_end, end = capsys.readouterr().out.splitlines()
     assert own == own_at_end == "my own line"
     assert line.startswith("step 1/1") and end.startswith("trained 1 steps")
 
 
-def test_a_plain_model_is_printed_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_model_is_printed_as_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = training_arguments(tmp_path, max_steps=1, logging_steps=1)
     base = deep_model().unload().requires_grad_(True)
     Trainer(model=base, args=arguments, train_dataset=rows(4)).train()
@@ -97,7 +112,9 @@ class Trackio(types.ModuleType):
         super().__init__("trackio")
         self.entries: list[dict[str, Any]] = []
         self.config = Settings()
-        self.context_vars = types.SimpleNamespace(current_space_id=types.SimpleNamespace(get=lambda: None))
+        self.context_vars = types.SimpleNamespace(
+            current_space_id=types.SimpleNamespace(get=lambda: None)
+        )
 
     def init(self, **fields: Any) -> None:
         self.project = fields["project"]
@@ -118,13 +135,19 @@ def test_trackio_gets_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert trackio.project == "routed" and trackio.finished
     logged = [entry for entry in trackio.entries if "train/loss" in entry]
     assert [entry["train/global_step"] for entry in logged] == [1, 2]
-    assert all(len(per_layer(entry)) == 3 * DEPTH and "train/loss_budget" in entry for entry in logged)
+    assert all(
+        len(per_layer(entry)) == 3 * DEPTH and "train/loss_budget" in entry for entry in logged
+    )
 
 
 def test_lines_of_other_entries() -> None:
     evaluated = log_line({"eval_loss": 3.25, "eval_runtime": 1.5, "epoch": 0.1}, 20, 1000, 4000)
     assert evaluated == "step   20/1000 | eval_loss 3.25 | eval_runtime 1.5 | 1:06:40 left"
-    tuned = log_line({"loss": 1.0, "num_tokens": 4096, "full_ratio/layer_1": 0.25, "full_ratio/layer_3": 0.75}, 1, 9)
+    tuned = log_line(
+        {"loss": 1.0, "num_tokens": 4096, "full_ratio/layer_1": 0.25, "full_ratio/layer_3": 0.75},
+        1,
+        9,
+    )
     assert tuned == "step 1/9 | loss 1 | full 50.0% | num_tokens 4096"
     assert duration(75.4) == "1:15"
 
@@ -146,6 +169,10 @@ def test_a_fixed_threshold_that_ends_far_from_its_budget_says_so(
 @pytest.mark.parametrize(("share", "said"), [(0.65, False), (0.9, True), (0.3, True)])
 def test_the_last_entry_with_shares_counts(share: float, said: bool) -> None:
     config = DepthRouteConfig(gate="linear", budget=0.6)
-    history = [{"full_ratio/layer_1": 0.6}, {"full_ratio/layer_1": share, "full_ratio/layer_2": share}, {"loss": 1.0}]
+    history = [
+        {"full_ratio/layer_1": 0.6},
+        {"full_ratio/layer_1": share, "full_ratio/layer_2": share},
+        {"loss": 1.0},
+    ]
     assert (missed_budget(config, history) is not None) == said
     assert missed_budget(config, []) is None

@@ -52,8 +52,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280)
+def run(
+    command: list[str], environment: dict[str, str], folder: Path
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280
+    )
 
 
 def assert_equal_one_process(results: Path, scenario: Any) -> None:
@@ -62,7 +66,9 @@ def assert_equal_one_process(results: Path, scenario: Any) -> None:
     assert_same_tensors(first["gradients"], second["gradients"])
     assert_same_tensors(expected["gradients"], first["gradients"], tolerance=1e-6)
     for name, value in expected["terms"].items():
-        assert (first["terms"][name] + second["terms"][name]) / 2 == pytest.approx(value, abs=1e-6), name
+        assert (first["terms"][name] + second["terms"][name]) / 2 == pytest.approx(
+            value, abs=1e-6
+        ), name
         if name != "lm":  # the routing terms are global: the same on every rank
             assert first["terms"][name] == second["terms"][name]
     assert expected["terms"]["alive"] > 0
@@ -74,7 +80,9 @@ def test_two_processes_have_the_loss_and_the_gradients_of_one(results: Path, sce
 
 
 @pytest.mark.parametrize("scenario", SHARDED, ids=lambda scenario: scenario.__name__)
-def test_sharded_processes_have_the_loss_and_the_gradients_of_one(results: Path, scenario: Any) -> None:
+def test_sharded_processes_have_the_loss_and_the_gradients_of_one(
+    results: Path, scenario: Any
+) -> None:
     assert_equal_one_process(results, scenario)
 
 
@@ -85,8 +93,19 @@ def test_labels_of_two_processes_give_every_loss_that_needs_them(results: Path) 
 
 def test_other_methods_of_two_processes_give_every_loss(results: Path) -> None:
     first, _ = load(results, "other_methods")
-    expected = {"capacity", "depth", "similarity", "recoverability", "predictor", "exit", "balance", "router_z"}
-    assert expected <= set(first["terms"]) and all(first["terms"][name] > 0 for name in expected - {"capacity"})
+    expected = {
+        "capacity",
+        "depth",
+        "similarity",
+        "recoverability",
+        "predictor",
+        "exit",
+        "balance",
+        "router_z",
+    }
+    assert expected <= set(first["terms"]) and all(
+        first["terms"][name] > 0 for name in expected - {"capacity"}
+    )
 
 
 def test_a_rank_really_routed_nothing(results: Path) -> None:
@@ -137,7 +156,9 @@ def test_an_accelerate_loop_ends_with_the_same_adapter_on_both_ranks(results: Pa
     assert first["wrapped"] == "DistributedDataParallel"
     assert_same_tensors(first["state"], second["state"])
     initial = adapter_state(build_routed("llama", "jepa"))
-    moved = [name for name, value in initial.items() if not torch.equal(value, first["state"][name])]
+    moved = [
+        name for name, value in initial.items() if not torch.equal(value, first["state"][name])
+    ]
     # Thresholds are tracked.
     trained = [name for name in initial if ".depth_route_target." not in name]
     assert moved == trained
@@ -148,25 +169,45 @@ def test_an_accelerate_loop_ends_with_the_same_adapter_on_both_ranks(results: Pa
 def one_process(results: Path) -> Path:
     """The recipe's run in one process, from its checkpoint in the middle on a second time."""
     run_recipe(results, results / "one")
-    run_recipe(results, results / "again", "--resume", str(results / "one" / "checkpoints" / "step-2"))
+    run_recipe(
+        results, results / "again", "--resume", str(results / "one" / "checkpoints" / "step-2")
+    )
     return results
 
 
 @pytest.mark.parametrize("run", ["ddp", "fsdp2", "again", "resumed"])
-def test_the_accelerate_recipe_trains_the_adapter_of_one_process(one_process: Path, run: str) -> None:
+def test_the_accelerate_recipe_trains_the_adapter_of_one_process(
+    one_process: Path, run: str
+) -> None:
     """On two processes, whole or split, and from a checkpoint."""
     if run == "resumed" and compare_versions("accelerate", "<", "1.13"):
         pytest.skip("accelerate before 1.13 does not load the optimizer's state under FSDP2")
     assert_same_run(one_process / "one", one_process / run)
 
 
-def test_the_accelerate_recipe_trains_the_adapter_of_one_process_under_zero_3(results: Path) -> None:
+def test_the_accelerate_recipe_trains_the_adapter_of_one_process_under_zero_3(
+    results: Path,
+) -> None:
     pytest.importorskip("deepspeed")
     run_recipe(results, results / "one-batch", "--accumulate", "1")
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(RECIPE / "zero3.yaml")]
-    command = [*launcher, "--main_process_port", str(free_port()), str(HELPERS / "zero3_worker.py"), str(results)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(RECIPE / "zero3.yaml"),
+    ]
+    command = [
+        *launcher,
+        "--main_process_port",
+        str(free_port()),
+        str(HELPERS / "zero3_worker.py"),
+        str(results),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HELPERS), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(HELPERS), environment.get("PYTHONPATH", "")]
+    )
     done = run(command, environment, results)
     assert done.returncode == 0, done.stderr
     for name in ("zero3", "zero3-resumed"):
@@ -185,7 +226,10 @@ def assert_same_run(expected: Path, found: Path) -> None:
 def test_every_configuration_of_the_recipe_is_one_that_accelerate_reads() -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    kinds = {path.stem: load_config_from_file(str(path)).distributed_type for path in RECIPE.glob("*.yaml")}
+    kinds = {
+        path.stem: load_config_from_file(str(path)).distributed_type
+        for path in RECIPE.glob("*.yaml")
+    }
     assert {name: str(kind) for name, kind in kinds.items()} == {
         "ddp": "DistributedType.MULTI_GPU",
         "fsdp2": "DistributedType.FSDP",
@@ -200,7 +244,9 @@ def test_two_processes_fit_the_router_of_one(results: Path, gate: str) -> None:
     assert_same_tensors(first["state"], second["state"])
     assert first["fit"] == second["fit"]
     assert_same_tensors(expected["state"], first["state"], tolerance=1e-3)
-    assert expected["fit"]["loss_of_rounds"] == pytest.approx(first["fit"]["loss_of_rounds"], abs=1e-4)
+    assert expected["fit"]["loss_of_rounds"] == pytest.approx(
+        first["fit"]["loss_of_rounds"], abs=1e-4
+    )
     assert expected["fit"]["layers"].keys() == first["fit"]["layers"].keys()
     for index, layer in expected["fit"]["layers"].items():
         assert layer == pytest.approx(first["fit"]["layers"][index], abs=2e-3)
@@ -222,8 +268,23 @@ def test_two_processes_find_the_prompts_layers_of_one(results: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_command_fits_in_two_processes_and_writes_once(results: Path, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(RECIPE / "ddp.yaml")]
-    options = ["--model", results / "base", "--dataset", results / "text.txt", "--length", 64, "--blocks", 16]
+    launcher = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(RECIPE / "ddp.yaml"),
+    ]
+    options = [
+        "--model",
+        results / "base",
+        "--dataset",
+        results / "text.txt",
+        "--length",
+        64,
+        "--blocks",
+        16,
+    ]
     words = ["fit", *options, "--keep", 0.6, "--gate", "affine", "--out", tmp_path / "fitted"]
     command = [*launcher, "--main_process_port", "0", "-m", "hf_depthroute", *map(str, words)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -16,7 +16,15 @@ from models import DEVICE, FAMILY_NAMES, build_base, build_routed, tokens
 from peft import LoraConfig, get_peft_model
 from speed.memory import peak_bytes
 from torch import nn
-from training import adapter_state, assert_same_tensors, gradients, make_trainer, rows, stacked, step_logs
+from training import (
+    adapter_state,
+    assert_same_tensors,
+    gradients,
+    make_trainer,
+    rows,
+    stacked,
+    step_logs,
+)
 from transformers import Trainer
 
 from hf_depthroute import DepthRouteTrainer, get_depth_routed_model
@@ -33,7 +41,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOGITS", {"cpu": 3 * 64})
 
 
-def operands(dtype: torch.dtype = torch.float32, bias: bool = False, head: bool = False) -> dict[str, Any]:
+def operands(
+    dtype: torch.dtype = torch.float32, bias: bool = False, head: bool = False
+) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -76,13 +86,19 @@ def test_loss_and_gradients_are_those_of_the_logits(bias: bool, head: bool) -> N
     (0.3 * expected).backward()
     assert count == 2 * 11 - 3
     assert close(total, expected)
-    assert grads(one).keys() == grads(two).keys() == {"hidden", *["weight"] * head, *["bias"] * (head and bias)}
+    assert (
+        grads(one).keys()
+        == grads(two).keys()
+        == {"hidden", *["weight"] * head, *["bias"] * (head and bias)}
+    )
     assert all(close(grads(one)[name], grad) for name, grad in grads(two).items())
 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bfloat16_has_the_float32_softmax_and_errors_of_the_size_of_the_naive_ones(autocast: bool) -> None:
+def test_bfloat16_has_the_float32_softmax_and_errors_of_the_size_of_the_naive_ones(
+    autocast: bool,
+) -> None:
     dtype = torch.float32 if autocast else torch.bfloat16
     one, two, exact = operands(dtype), operands(dtype), operands(torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
@@ -97,17 +113,29 @@ def test_bfloat16_has_the_float32_softmax_and_errors_of_the_size_of_the_naive_on
     naive(**exact).backward()
     assert total.dtype == torch.float32 and close(total, expected, 1e-5)
     assert one["hidden"].grad.dtype == dtype
-    fused, plain = ((given["hidden"].grad.float() - exact["hidden"].grad).abs().max() for given in (one, two))
+    fused, plain = (
+        (given["hidden"].grad.float() - exact["hidden"].grad).abs().max() for given in (one, two)
+    )
     assert fused <= 1.5 * plain + 1e-6
 
 
 def test_a_frozen_head_costs_no_gradient_and_no_grad_mode_none_at_all() -> None:
     given = operands(bias=True)
-    arguments = given["hidden"].flatten(0, 1), given["weight"], given["bias"], given["targets"].flatten(), -100
-    sizes = [part.numel() for part in module._chunked_cross_entropy(*arguments, [True, False, False])]
+    arguments = (
+        given["hidden"].flatten(0, 1),
+        given["weight"],
+        given["bias"],
+        given["targets"].flatten(),
+        -100,
+    )
+    sizes = [
+        part.numel() for part in module._chunked_cross_entropy(*arguments, [True, False, False])
+    ]
     assert sizes == [1, 22 * 16, 0, 0]
     with torch.no_grad():
-        quiet, _ = fused_cross_entropy(given["hidden"], given["targets"], given["weight"], given["bias"])
+        quiet, _ = fused_cross_entropy(
+            given["hidden"], given["targets"], given["weight"], given["bias"]
+        )
     assert quiet.grad_fn is None and close(quiet, naive(**given).detach())
 
 
@@ -115,7 +143,9 @@ def test_a_frozen_head_costs_no_gradient_and_no_grad_mode_none_at_all() -> None:
 def test_the_operator_is_registered_as_it_should_be(wanted: list[bool]) -> None:
     given = operands(bias=True)
     rows, targets = given["hidden"].detach().flatten(0, 1), given["targets"].flatten()
-    tensors = [x.requires_grad_(wants) for x, wants in zip((rows, given["weight"], given["bias"]), wanted)]
+    tensors = [
+        x.requires_grad_(wants) for x, wants in zip((rows, given["weight"], given["bias"]), wanted)
+    ]
     torch.library.opcheck(module._chunked_cross_entropy, (*tensors, targets, -100, wanted))
 
 
@@ -153,7 +183,9 @@ def batch(length: int = 12) -> dict[str, torch.Tensor]:
     return stacked(rows(3, length, padding=(0, 4, 2)))
 
 
-def loss_and_gradients(model: nn.Module, fused: bool, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    model: nn.Module, fused: bool, **inputs: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad(set_to_none=True)
     if fused:
         with FusedLoss(model):
@@ -210,7 +242,9 @@ def test_every_weight_of_an_unfrozen_model_gets_the_naive_gradient() -> None:
 
 def test_it_works_under_lora_and_gradient_checkpointing() -> None:
     torch.manual_seed(0)
-    model = get_peft_model(build_base("llama"), LoraConfig(target_modules=["q_proj", "down_proj"])).train()
+    model = get_peft_model(
+        build_base("llama"), LoraConfig(target_modules=["q_proj", "down_proj"])
+    ).train()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
@@ -229,7 +263,10 @@ def test_the_model_is_left_as_it_was_also_after_an_exception() -> None:
             with context:
                 model(**inputs)
     assert torch.equal(model(**inputs).logits, before)
-    assert "forward" not in model.base_model.model.lm_head.__dict__ and fused_loss_obstacle(model) is None
+    assert (
+        "forward" not in model.base_model.model.lm_head.__dict__
+        and fused_loss_obstacle(model) is None
+    )
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -269,7 +306,9 @@ def _unknown(base: Any) -> None:
         (_unknown, "is not known"),
     ],
 )
-def test_a_model_with_another_forward_is_refused(change: Callable[[Any], None], message: str) -> None:
+def test_a_model_with_another_forward_is_refused(
+    change: Callable[[Any], None], message: str
+) -> None:
     base = build_base("llama")
     assert fused_loss_obstacle(base) is None
     change(base)
@@ -281,18 +320,24 @@ def test_a_model_that_changes_its_logits_is_noticed_in_the_forward_pass() -> Non
     base = build_base("llama")
     context = FusedLoss(base)
     with context, pytest.raises(RuntimeError, match="changes its logits"):
-        base.loss_function(logits=base.lm_head(torch.zeros(1, 4, 32)) * 0.5, labels=tokens(1, 4), vocab_size=64)
+        base.loss_function(
+            logits=base.lm_head(torch.zeros(1, 4, 32)) * 0.5, labels=tokens(1, 4), vocab_size=64
+        )
 
 
 # --- the trainer --------------------------------------------------------------------------------------------------
 
 
-def trained(folder: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[Any, Any, int]:
+def trained(
+    folder: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch, **fields: Any
+) -> tuple[Any, Any, int]:
     """The trainer after five batches, its gradients, and how often the fused loss was computed."""
     calls: list[int] = []
     compute = FusedLoss._causal_lm_loss
     with monkeypatch.context() as patch:
-        patch.setattr(FusedLoss, "_causal_lm_loss", lambda *a, **k: calls.append(1) or compute(*a, **k))
+        patch.setattr(
+            FusedLoss, "_causal_lm_loss", lambda *a, **k: calls.append(1) or compute(*a, **k)
+        )
         trainer, kept = make_trainer(model, rows(10, padding=(0, 3, 5)), folder, **fields)
         trainer.train()
     return trainer, kept, len(calls)
@@ -313,12 +358,18 @@ def test_the_trainer_takes_it_and_trains_the_same(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused, kept, calls = trained(tmp_path, build_routed("llama", "jepa"), monkeypatch, **fields)
-    plain, expected, none = trained(tmp_path, build_routed("llama", "jepa"), monkeypatch, fused_loss=False, **fields)
+    plain, expected, none = trained(
+        tmp_path, build_routed("llama", "jepa"), monkeypatch, fused_loss=False, **fields
+    )
     assert (calls, none) == (5, 0)
     assert_same_tensors(kept.steps[0], expected.steps[0], tolerance=TOLERANCE)
     for entry, other in zip(step_logs(fused), step_logs(plain), strict=True):
-        assert {name for name in entry if name.startswith("loss")} == {n for n in other if n.startswith("loss")}
-        assert all(entry[n] == pytest.approx(other[n], rel=1e-4) for n in entry if n.startswith("loss"))
+        assert {name for name in entry if name.startswith("loss")} == {
+            n for n in other if n.startswith("loss")
+        }
+        assert all(
+            entry[n] == pytest.approx(other[n], rel=1e-4) for n in entry if n.startswith("loss")
+        )
     assert_same_tensors(adapter_state(fused.model), adapter_state(plain.model), tolerance=1e-4)
 
 
@@ -340,16 +391,24 @@ def test_where_logits_are_needed_they_are_computed(
 
 
 def test_a_gate_that_reads_logits_keeps_them(tmp_path: Path) -> None:
-    config = DepthRouteConfig(layers=[2, 3], gate="exit", target="block", threshold=-0.5, branch="none")
-    trainer, _ = make_trainer(get_depth_routed_model(build_base("llama"), config), rows(2), tmp_path)
+    config = DepthRouteConfig(
+        layers=[2, 3], gate="exit", target="block", threshold=-0.5, branch="none"
+    )
+    trainer, _ = make_trainer(
+        get_depth_routed_model(build_base("llama"), config), rows(2), tmp_path
+    )
     assert "inside the layers" in str(trainer.fused_loss_obstacle())
 
 
-def test_a_subclass_that_asks_for_outputs_gets_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subclass_that_asks_for_outputs_gets_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes = []
 
     class Looking(DepthRouteTrainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+        ) -> Any:
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
             shapes.append(outputs.logits.shape)
             return loss
@@ -358,14 +417,18 @@ def test_a_subclass_that_asks_for_outputs_gets_logits(tmp_path: Path, monkeypatc
     assert calls == 0 and set(shapes) == {(2, 12, 64)}
 
 
-def test_a_trainer_with_a_loss_of_its_own_gets_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_with_a_loss_of_its_own_gets_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As TRL's, which computes accuracies from them."""
     from hf_depthroute.training.trainer import DepthRouteTrainerMixin
 
     shapes = []
 
     class Own(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any
+        ) -> Any:
             loss, outputs = super().compute_loss(model, inputs, True, *args)
             shapes.append(outputs.logits.shape)
             return (loss, outputs) if return_outputs else loss
@@ -384,7 +447,9 @@ def test_evaluation_has_logits(tmp_path: Path) -> None:
         seen.append(prediction.predictions.shape)
         return {}
 
-    trainer, _ = make_trainer(build_routed("llama"), rows(2), tmp_path, eval_dataset=rows(3), eval_strategy="epoch")
+    trainer, _ = make_trainer(
+        build_routed("llama"), rows(2), tmp_path, eval_dataset=rows(3), eval_strategy="epoch"
+    )
     trainer.compute_metrics = metrics
     trainer.train()
     assert seen == [(3, 12, 64)]
@@ -400,7 +465,11 @@ def test_at_a_vocabulary_of_150k_logits_take_a_quarter_of_the_memory() -> None:
     def step(fused: bool) -> Callable[[], None]:
         def run() -> None:
             given = hidden.clone().requires_grad_()
-            total = fused_cross_entropy(given, targets, weight)[0] if fused else naive(given, targets, weight, None)
+            total = (
+                fused_cross_entropy(given, targets, weight)[0]
+                if fused
+                else naive(given, targets, weight, None)
+            )
             total.backward()
 
         return run
@@ -425,11 +494,19 @@ def kernel_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, A
             super().__init__()
             self.settings = {"ignore_index": ignore_index, "reduction": reduction}
 
-        def forward(self, lin_weight: Any, _input: Any, target: Any, bias: Any = None) -> torch.Tensor:
+        def forward(
+            self, lin_weight: Any, _input: Any, target: Any, bias: Any = None
+        ) -> torch.Tensor:
             calls.append(self.settings)
-            return F.cross_entropy(F.linear(_input, lin_weight, bias).float(), target, **self.settings)
+            return F.cross_entropy(
+                F.linear(_input, lin_weight, bias).float(), target, **self.settings
+            )
 
-    for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.fused_linear_cross_entropy"):
+    for name in (
+        "liger_kernel",
+        "liger_kernel.transformers",
+        "liger_kernel.transformers.fused_linear_cross_entropy",
+    ):
         stand_in: Any = types.ModuleType(name)
         stand_in.LigerFusedLinearCrossEntropyLoss = LigerFusedLinearCrossEntropyLoss
         monkeypatch.setitem(sys.modules, name, stand_in)
@@ -447,7 +524,10 @@ def test_the_kernel_library_is_asked_for_the_sum(kernel_library: list[dict[str, 
 
 
 def test_without_the_kernel_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {"liger_kernel", *(name for name in sys.modules if name.startswith("liger_kernel."))}:
+    for name in {
+        "liger_kernel",
+        *(name for name in sys.modules if name.startswith("liger_kernel.")),
+    }:
         monkeypatch.setitem(sys.modules, name, None)  # its import fails
     module._liger_sum.cache_clear()
     assert module._liger_sum() is None
@@ -459,7 +539,13 @@ def test_without_the_kernel_library_there_is_none(monkeypatch: pytest.MonkeyPatc
 def test_on_a_gpu_the_value_is_the_same(dtype: torch.dtype) -> None:
     one, two = operands(dtype), operands(dtype)
     for given in (one, two):
-        given.update({n: x.detach().cuda().requires_grad_(x.requires_grad) for n, x in given.items() if x is not None})
+        given.update(
+            {
+                n: x.detach().cuda().requires_grad_(x.requires_grad)
+                for n, x in given.items()
+                if x is not None
+            }
+        )
     total, count = fused_cross_entropy(one["hidden"], one["targets"], one["weight"])
     expected = naive(**two)
     total.backward()

@@ -9,7 +9,10 @@ import pytest
 from models import build_base, decoder_layers, routed
 from training import assert_same_tensors, make_trainer, rows
 
-REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+REENTRANT = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+}
 
 
 def run(folder: Path, **fields: Any) -> tuple[list[tuple[int, bool]], dict[str, Any]]:

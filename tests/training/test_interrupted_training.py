@@ -57,7 +57,9 @@ class Raise(TrainerCallback):
 
 
 @contextmanager
-def interrupted(place: str, trainer: Any, error: type[BaseException], patch: pytest.MonkeyPatch) -> Iterator[None]:
+def interrupted(
+    place: str, trainer: Any, error: type[BaseException], patch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Raise `error` at one place of a training step, the second where there are several."""
     calls: list[int] = []
 
@@ -70,7 +72,9 @@ def interrupted(place: str, trainer: Any, error: type[BaseException], patch: pyt
         with list(trainer.model.modules())[-1].register_forward_pre_hook(raises):
             yield
     elif place == "backward":
-        learns = next(p for n, p in trainer.model.named_parameters() if "branch" in n and p.requires_grad)
+        learns = next(
+            p for n, p in trainer.model.named_parameters() if "branch" in n and p.requires_grad
+        )
         handle = learns.register_hook(raises)
         yield
         handle.remove()
@@ -99,7 +103,9 @@ def in_force(model: nn.Module) -> dict[str, Any]:
 
 def by_day(place: str, cls: type[Trainer], error: type[BaseException]) -> bool:
     """Every place of our Trainer once, and two places with the rest."""
-    return place in ("backward", "writing") or (cls is DepthRouteTrainer and error is KeyboardInterrupt)
+    return place in ("backward", "writing") or (
+        cls is DepthRouteTrainer and error is KeyboardInterrupt
+    )
 
 
 @pytest.mark.nightly(unless=by_day)
@@ -107,7 +113,11 @@ def by_day(place: str, cls: type[Trainer], error: type[BaseException]) -> bool:
 @pytest.mark.parametrize("cls", [DepthRouteTrainer, Trainer])
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_ends_a_training_ends_what_it_put_in_force(
-    place: str, cls: type[Trainer], error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    cls: type[Trainer],
+    error: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = build_routed("llama")
     before = in_force(model)
@@ -128,7 +138,9 @@ def test_whatever_ends_a_training_ends_what_it_put_in_force(
 
 
 @pytest.mark.parametrize("cls", [DepthRouteTrainer, Trainer])
-def test_a_training_that_does_not_begin_leaves_the_gates_to_train(cls: type[Trainer], tmp_path: Path) -> None:
+def test_a_training_that_does_not_begin_leaves_the_gates_to_train(
+    cls: type[Trainer], tmp_path: Path
+) -> None:
     """Such as one that is to go on from a checkpoint that is not there, or whose losses would be added twice."""
     model = build_routed("llama")
     before = in_force(model)
@@ -141,9 +153,15 @@ def test_a_training_that_does_not_begin_leaves_the_gates_to_train(cls: type[Trai
         assert in_force(model) == before
 
 
-@pytest.mark.nightly(unless=lambda place, cls: (place, cls) in (("forward", DepthRouteTrainer), ("step_end", Trainer)))
+@pytest.mark.nightly(
+    unless=lambda place, cls: (
+        (place, cls) in (("forward", DepthRouteTrainer), ("step_end", Trainer))
+    )
+)
 @pytest.mark.parametrize("cls", [DepthRouteTrainer, Trainer])
-@pytest.mark.parametrize("place", ["forward", "backward", "optimizer", "pre_optimizer_step", "step_end"])
+@pytest.mark.parametrize(
+    "place", ["forward", "backward", "optimizer", "pre_optimizer_step", "step_end"]
+)
 def test_a_training_resumed_in_its_own_process_equals_one_that_was_not_interrupted(
     place: str, cls: type[Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,12 +170,19 @@ def test_a_training_resumed_in_its_own_process_equals_one_that_was_not_interrupt
         "max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2,
         "logging_steps": 10, "budget_schedule_steps": 100,
     }  # fmt: skip
-    whole, _ = make_trainer(build_routed("llama", selection="controller"), rows(16), tmp_path / "a", cls, **fields)
+    whole, _ = make_trainer(
+        build_routed("llama", selection="controller"), rows(16), tmp_path / "a", cls, **fields
+    )
     whole.train()
-    trainer, _ = make_trainer(build_routed("llama", selection="controller"), rows(16), tmp_path / "b", cls, **fields)
+    trainer, _ = make_trainer(
+        build_routed("llama", selection="controller"), rows(16), tmp_path / "b", cls, **fields
+    )
     raises = Raise(place, KeyboardInterrupt, after=1 if place == "pre_optimizer_step" else 2)
     trainer.add_callback(raises)
-    with interrupted(place, trainer, KeyboardInterrupt, monkeypatch), pytest.raises(KeyboardInterrupt):
+    with (
+        interrupted(place, trainer, KeyboardInterrupt, monkeypatch),
+        pytest.raises(KeyboardInterrupt),
+    ):
         trainer.train()
     trainer.remove_callback(raises)
     first = tmp_path / "b" / "checkpoint-1"

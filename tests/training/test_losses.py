@@ -14,7 +14,13 @@ from torch import nn
 from hf_depthroute.execution.masked import masked_update
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import record_routes, replay_routes
-from hf_depthroute.training.losses import LOSSES, diagnostics, mean_probability, routing_losses, token_mean
+from hf_depthroute.training.losses import (
+    LOSSES,
+    diagnostics,
+    mean_probability,
+    routing_losses,
+    token_mean,
+)
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -23,12 +29,22 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_every_row_of_the_table_has_a_formula_in_the_tests() -> None:
-    defaults = {"lm": 1.0, "jepa": 1.0, "util": 1.0, "rank": 0.2, "budget": 1.0, "alive": 0.5, "predictor": 1.0}
+    defaults = {
+        "lm": 1.0,
+        "jepa": 1.0,
+        "util": 1.0,
+        "rank": 0.2,
+        "budget": 1.0,
+        "alive": 0.5,
+        "predictor": 1.0,
+    }
     # The others are off until a weight turns them on.
     oracle = ("cgs", "z", "distill")  # in test_oracle_losses.py
     # in test_losses_baselines.py
     others = ("capacity", "depth", "squared_depth", "similarity", "recoverability", "exit")
-    assert {name: term.weight for name, term in LOSSES.items()} == defaults | dict.fromkeys((*oracle, *others), 0.0)
+    assert {name: term.weight for name, term in LOSSES.items()} == defaults | dict.fromkeys(
+        (*oracle, *others), 0.0
+    )
 
 
 def test_budget_loss_is_the_mean_squared_distance_of_p_bar_from_the_budget() -> None:
@@ -88,8 +104,12 @@ def test_lm_loss_is_the_one_given() -> None:
 
 def test_terms_come_multiplied_by_their_weights() -> None:
     trace, lm = made_trace(outcomes=True), torch.tensor(3.5)
-    plain = routing_losses(trace, lm, {"lm": 1.0, "jepa": 1.0, "budget": 1.0, "alive": 1.0}, alive_min=0.9)
-    weighted = routing_losses(trace, lm, {"lm": 2.0, "jepa": 0.25, "budget": 3.0, "alive": 0.5}, alive_min=0.9)
+    plain = routing_losses(
+        trace, lm, {"lm": 1.0, "jepa": 1.0, "budget": 1.0, "alive": 1.0}, alive_min=0.9
+    )
+    weighted = routing_losses(
+        trace, lm, {"lm": 2.0, "jepa": 0.25, "budget": 3.0, "alive": 0.5}, alive_min=0.9
+    )
     for name, factor in {"lm": 2.0, "jepa": 0.25, "budget": 3.0, "alive": 0.5}.items():
         torch.testing.assert_close(weighted[name], factor * plain[name])
     assert all(value > 0 for value in plain.values())
@@ -108,28 +128,40 @@ def test_a_term_with_weight_zero_is_left_out() -> None:
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(KeyError, match="unknown loss 'budgte'; known: lm, jepa, util, rank, budget"):
+    with pytest.raises(
+        KeyError, match="unknown loss 'budgte'; known: lm, jepa, util, rank, budget"
+    ):
         routing_losses(made_trace(), weights={"budgte": 1.0})
 
 
 def test_token_mean_averages_real_tokens_per_layer() -> None:
     values = torch.arange(16.0).view(2, 2, 4)
     result = token_mean(values, torch.stack([REAL, REAL]))
-    assert result.tolist() == pytest.approx([average([0, 1, 2, 3, 5, 6]), average([8, 9, 10, 11, 13, 14])])
+    assert result.tolist() == pytest.approx(
+        [average([0, 1, 2, 3, 5, 6]), average([8, 9, 10, 11, 13, 14])]
+    )
 
 
 def test_token_mean_without_a_single_token_is_zero() -> None:
-    assert token_mean(torch.ones(2, 2, 4), torch.zeros(2, 2, 4, dtype=torch.bool)).tolist() == [0.0, 0.0]
+    assert token_mean(torch.ones(2, 2, 4), torch.zeros(2, 2, 4, dtype=torch.bool)).tolist() == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_token_mean_weighs_tokens_and_not_sequences() -> None:
-    values, real = torch.tensor([[[1.0, 1.0, 1.0], [5.0, 9.0, 9.0]]]), torch.tensor([[[1, 1, 1], [1, 0, 0]]]).bool()
+    values, real = (
+        torch.tensor([[[1.0, 1.0, 1.0], [5.0, 9.0, 9.0]]]),
+        torch.tensor([[[1, 1, 1], [1, 0, 0]]]).bool(),
+    )
     assert token_mean(values, real).item() == 2.0
 
 
 def test_without_a_token_mask_every_token_is_real() -> None:
     trace = made_trace(token_mask=None)
-    torch.testing.assert_close(mean_probability(trace), torch.stack([trace[1].probs.mean(), trace[3].probs.mean()]))
+    torch.testing.assert_close(
+        mean_probability(trace), torch.stack([trace[1].probs.mean(), trace[3].probs.mean()])
+    )
 
 
 def test_padding_gets_no_gradient_from_any_loss() -> None:
@@ -155,7 +187,9 @@ def test_jepa_targets_are_the_projected_stream_after_either_path() -> None:
     model = build_routed("llama", "jepa", layers=[3]).train()
     [routing], seen = routings_of(model), {}
     layer = model.get_base_model().model.layers[3]
-    layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: seen.update(a=args[0].detach()))
+    layer.post_attention_layernorm.register_forward_pre_hook(
+        lambda _, args: seen.update(a=args[0].detach())
+    )
     layer.mlp.register_forward_hook(lambda _, __, out: seen.update(ffn=out.detach()))
     with record_routes(model) as trace:
         model(tokens(2, 8))
@@ -178,13 +212,22 @@ def test_diagnostics_are_the_statistics_of_the_real_tokens() -> None:
             "full_ratio": average(real_entries(record.mask.float())),
             "gate_prob": p_bar(trace, index),
             "score_var": average([(x - average(u)) ** 2 for x in u]),
-            "q_distance": average(real_entries((record.q_full - record.q_cheap).square().sum(-1).sqrt())),
+            "q_distance": average(
+                real_entries((record.q_full - record.q_cheap).square().sum(-1).sqrt())
+            ),
             "q_cosine": average(
-                [cosine(record.q_full[b, t], record.q_cheap[b, t]) for b in range(2) for t in range(4) if REAL[b, t]]
+                [
+                    cosine(record.q_full[b, t], record.q_cheap[b, t])
+                    for b in range(2)
+                    for t in range(4)
+                    if REAL[b, t]
+                ]
             ),
         }
         for name in names:
-            assert float(result[f"{name}/layer_{index}"]) == pytest.approx(expected[name], abs=1e-5), name
+            assert float(result[f"{name}/layer_{index}"]) == pytest.approx(
+                expected[name], abs=1e-5
+            ), name
 
 
 def test_diagnostics_hold_no_graph() -> None:
@@ -206,7 +249,9 @@ def test_the_straight_through_mask_has_hard_values_and_the_gradient_of_p() -> No
     expected = (grad_out * (after_full - after_cheap)).sum(-1) * p * (1 - p) / TAU
     torch.testing.assert_close(scores.grad, expected)
     # The unchosen path gets no gradient through the stream: the derivative of the chosen one is exactly the mask.
-    torch.testing.assert_close(cheap.weight.grad, (grad_out * ~mask[..., None]).flatten(0, 1).T @ a.flatten(0, 1))
+    torch.testing.assert_close(
+        cheap.weight.grad, (grad_out * ~mask[..., None]).flatten(0, 1).T @ a.flatten(0, 1)
+    )
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -76,7 +76,9 @@ def test_capacity_passes_the_gradient_straight_through_the_mask() -> None:
 
 def test_depth_is_the_mean_active_probability() -> None:
     trace = made_trace()
-    assert term("depth", trace).item() == pytest.approx(average([p_bar(trace, 1), p_bar(trace, 3)]), abs=1e-6)
+    assert term("depth", trace).item() == pytest.approx(
+        average([p_bar(trace, 1), p_bar(trace, 3)]), abs=1e-6
+    )
 
 
 def test_squared_depth_is_the_mean_square_of_the_layers_that_a_token_runs() -> None:
@@ -86,8 +88,12 @@ def test_squared_depth_is_the_mean_square_of_the_layers_that_a_token_runs() -> N
     assert term("squared_depth", trace).item() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(("name", "extra", "sign"), [("similarity", "similarity", 1), ("recoverability", "missed", -1)])
-@pytest.mark.parametrize(("budget", "counts"), [(0.25, (1, 1)), (0.5, (2, 1)), (0.6, (3, 2)), (1.0, (4, 2))])
+@pytest.mark.parametrize(
+    ("name", "extra", "sign"), [("similarity", "similarity", 1), ("recoverability", "missed", -1)]
+)
+@pytest.mark.parametrize(
+    ("budget", "counts"), [(0.25, (1, 1)), (0.5, (2, 1)), (0.6, (3, 2)), (1.0, (4, 2))]
+)
 def test_labels_are_the_tokens_that_the_full_path_changes_most_or_the_cheap_one_misses_most(
     name: str, extra: str, sign: int, budget: float, counts: tuple[int, int]
 ) -> None:
@@ -97,7 +103,9 @@ def test_labels_are_the_tokens_that_the_full_path_changes_most_or_the_cheap_one_
         found = []
         for b, count in enumerate(counts):
             real = [t for t in range(4) if REAL[b, t]]
-            lowest = sorted(real, key=lambda t: sign * getattr(trace[index], extra)[b, t].item())[:count]
+            lowest = sorted(real, key=lambda t: sign * getattr(trace[index], extra)[b, t].item())[
+                :count
+            ]
             found += [bce(trace[index].scores[b, t].item() / TAU, float(t in lowest)) for t in real]
         return found
 
@@ -112,13 +120,18 @@ def test_predictor_is_taught_the_mask() -> None:
         pairs = zip(real_entries(trace[index].predicted), real_entries(trace[index].mask.float()))
         return [bce(logit, label) for logit, label in pairs]
 
-    assert routing_losses(trace)["predictor"].item() == pytest.approx(average([*losses(1), *losses(3)]), abs=1e-6)
+    assert routing_losses(trace)["predictor"].item() == pytest.approx(
+        average([*losses(1), *losses(3)]), abs=1e-6
+    )
 
 
 def test_predictor_and_scores_do_not_teach_each_other() -> None:
     trace = with_extra("predicted")
     term("predictor", trace).backward()
-    assert all(record.scores.grad is None and record.predicted.grad is not None for record in trace.values())
+    assert all(
+        record.scores.grad is None and record.predicted.grad is not None
+        for record in trace.values()
+    )
     assert all((record.predicted.grad[~REAL] == 0).all() for record in trace.values())
 
 
@@ -137,7 +150,10 @@ def test_a_global_budget_holds_the_mean_over_layers() -> None:
 
 def test_a_global_budget_lets_layers_differ() -> None:
     trace = RouteTrace(
-        {i: RouteRecord(REAL, torch.zeros(2, 4), torch.full((2, 4), p), REAL, 0.5) for i, p in ((0, 0.9), (1, 0.1))}
+        {
+            i: RouteRecord(REAL, torch.zeros(2, 4), torch.full((2, 4), p), REAL, 0.5)
+            for i, p in ((0, 0.9), (1, 0.1))
+        }
     )
     assert term("budget", trace, budget_scope="global").item() == pytest.approx(0.0, abs=1e-12)
     assert term("budget", trace).item() == pytest.approx(0.16, abs=1e-6)
@@ -145,7 +161,9 @@ def test_a_global_budget_lets_layers_differ() -> None:
 
 @pytest.mark.parametrize("name", ["budget", "alive", "z", "capacity", "depth"])
 def test_pairs_of_experts_are_averaged_like_tokens(name: str) -> None:
-    torch.testing.assert_close(term(name, experts_trace(), alive_min=0.9), term(name, made_trace(), alive_min=0.9))
+    torch.testing.assert_close(
+        term(name, experts_trace(), alive_min=0.9), term(name, made_trace(), alive_min=0.9)
+    )
 
 
 def test_mean_probability_of_pairs_leaves_out_padding() -> None:
@@ -169,7 +187,9 @@ def test_exit_loss_is_the_mean_cross_entropy_of_the_head_on_the_layers_inputs() 
 
     def cross_entropy(stream: torch.Tensor) -> torch.Tensor:
         logits = base.lm_head(base.model.norm(stream))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        return F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+        )
 
     assert list(streams) == [1, 3]
     torch.testing.assert_close(loss, (cross_entropy(streams[1]) + cross_entropy(streams[3])) / 2)
@@ -192,7 +212,10 @@ def test_exit_loss_is_that_of_all_labels_where_prompts_alone_are_routed() -> Non
     for phases in ("all", "prefill"):
         model = build_routed("llama", layers=[1], phases=phases).train()
         objective = RoutingObjective(RoutingArguments(exit_weight=1.0), model)
-        with objective.watching() as watched, as_served(model, {"input_ids": ids, "labels": labels}):
+        with (
+            objective.watching() as watched,
+            as_served(model, {"input_ids": ids, "labels": labels}),
+        ):
             out = model(ids, labels=labels)
             objective(out.loss, watched, 1.0, labels, out.logits)
         found[phases] = float(objective.pop_metrics()["loss_exit"])
@@ -210,7 +233,10 @@ def test_exit_loss_trains_the_layers_below(reentrant: bool | None) -> None:
         model(ids)
         exit_cross_entropy(exits, ids, torch.ones_like(ids, dtype=torch.bool)).backward()
     layers = model.get_base_model().model.layers
-    touched = [any(p.grad is not None and (p.grad != 0).any() for p in layer.parameters()) for layer in layers]
+    touched = [
+        any(p.grad is not None and (p.grad != 0).any() for p in layer.parameters())
+        for layer in layers
+    ]
     assert touched == [True, True, True, False]  # layer 3 only reads the last exit
 
 
@@ -222,7 +248,9 @@ def test_exit_loss_in_training_needs_labels() -> None:
 
 
 def test_exit_loss_is_logged_by_the_trainer(tmp_path: Path) -> None:
-    trainer, _ = make_trainer(build_routed("llama"), rows(4), tmp_path, exit_weight=0.5, depth_weight=0.001)
+    trainer, _ = make_trainer(
+        build_routed("llama"), rows(4), tmp_path, exit_weight=0.5, depth_weight=0.001
+    )
     trainer.train()
     for log in step_logs(trainer):
         assert log["loss_exit"] > 0 and 0 < log["loss_depth"] < 1
@@ -237,7 +265,9 @@ class Controlled:
     def __init__(self, layer_index: int, scope: str, selection: str) -> None:
         self.layer_index = layer_index
         self.controller = BudgetController() if selection == "controller" else None
-        self.config = SimpleNamespace(selection=selection, budget_scope=scope, takes_budget=lambda: False)
+        self.config = SimpleNamespace(
+            selection=selection, budget_scope=scope, takes_budget=lambda: False
+        )
 
     def active_controller(self) -> BudgetController | None:
         return self.controller
@@ -249,8 +279,13 @@ class Controlled:
 class Controllers:
     """Two layers with a controller each, and the objective that moves them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, scope: str = "layer", selection: str = "controller") -> None:
-        self.routings: list[Any] = [Controlled(0, scope, selection), Controlled(1, scope, selection)]
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, scope: str = "layer", selection: str = "controller"
+    ) -> None:
+        self.routings: list[Any] = [
+            Controlled(0, scope, selection),
+            Controlled(1, scope, selection),
+        ]
         monkeypatch.setattr(objective_module, "active_routings", lambda model: self.routings)
         self.objective = RoutingObjective(RoutingArguments(controller_step=0.01), nn.Module())
 
@@ -267,10 +302,14 @@ def loads(shares: tuple[float, float], budget: float = 0.5) -> RouteTrace:
     real = torch.arange(12)[None] < 10
     masks = [(torch.arange(12)[None] < 10 * share) | ~real for share in shares]
     scores = torch.zeros(1, 12)
-    return RouteTrace({i: RouteRecord(mask, scores, scores, real, budget) for i, mask in enumerate(masks)})
+    return RouteTrace(
+        {i: RouteRecord(mask, scores, scores, real, budget) for i, mask in enumerate(masks)}
+    )
 
 
-def test_the_controller_moves_thresholds_against_the_sign_of_the_load_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_controller_moves_thresholds_against_the_sign_of_the_load_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layers = Controllers(monkeypatch)
     layers.see(loads((0.6, 0.1)))
     layers.objective.after_step()
@@ -334,8 +373,12 @@ def test_training_holds_the_budget_by_the_controller_alone(tmp_path: Path, scope
     assert steps == pytest.approx([round(count) for count in steps], abs=1e-3) and min(steps) > 5
 
 
-@pytest.mark.parametrize(("name", "extra"), [("similarity", "similarity"), ("recoverability", "missed")])
-def test_the_trainer_looks_at_the_paths_only_for_a_loss_by_them(tmp_path: Path, name: str, extra: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "extra"), [("similarity", "similarity"), ("recoverability", "missed")]
+)
+def test_the_trainer_looks_at_the_paths_only_for_a_loss_by_them(
+    tmp_path: Path, name: str, extra: str
+) -> None:
     model = build_routed("llama")
     trainer, _ = make_trainer(model, rows(4), tmp_path, **{f"{name}_weight": 1.0})
     trainer.train()
@@ -352,14 +395,21 @@ def test_what_the_cheap_path_misses_is_how_far_its_update_is_from_the_full_one()
     parts = {"full": layer.mlp, "cheap": routing.depth_route_branch["default"]}
     for name, part in parts.items():
         part.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
-    with state_of(model).override(observed=LOSSES["recoverability"].metrics), record_routes(model) as trace:
+    with (
+        state_of(model).override(observed=LOSSES["recoverability"].metrics),
+        record_routes(model) as trace,
+    ):
         model(tokens(2, 8))
-    torch.testing.assert_close(trace[routing.layer_index].missed, (seen["full"] - seen["cheap"]).norm(dim=-1))
+    torch.testing.assert_close(
+        trace[routing.layer_index].missed, (seen["full"] - seen["cheap"]).norm(dim=-1)
+    )
 
 
 def test_the_predictor_learns_in_training(tmp_path: Path) -> None:
     model = build_routed("llama", causal_rule="predictor")
-    trainer, _ = make_trainer(model, rows(32), tmp_path, num_train_epochs=8, per_device_train_batch_size=8)
+    trainer, _ = make_trainer(
+        model, rows(32), tmp_path, num_train_epochs=8, per_device_train_batch_size=8
+    )
     trainer.train()
     losses = [log["loss_predictor"] for log in step_logs(trainer)]
     assert average(losses[-4:]) < 0.9 * average(losses[:4])
@@ -373,7 +423,10 @@ def test_the_predictor_learns_in_training(tmp_path: Path) -> None:
     [
         ({"capacity_weight": -1.0}, "capacity_weight=-1.0"),
         ({"controller_step": float("nan")}, "controller_step=nan"),
-        ({"jepa_targets": "all"}, "jepa_targets='all' is not supported; use one of: paired, deranged"),
+        (
+            {"jepa_targets": "all"},
+            "jepa_targets='all' is not supported; use one of: paired, deranged",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -108,7 +108,9 @@ def mean_imbalance(model: Any, ids: torch.Tensor) -> float:
     return sum(one.imbalance for one in expert_load(model, [{"input_ids": ids}]).values()) / DEPTH
 
 
-def made_routers(probs: torch.Tensor, choices: int = 1, token_mask: torch.Tensor | None = None) -> RouterTrace:
+def made_routers(
+    probs: torch.Tensor, choices: int = 1, token_mask: torch.Tensor | None = None
+) -> RouterTrace:
     """A trace of one layer whose router has these probabilities."""
     trace, logits = RouterTrace(), probs.log().requires_grad_()
     trace.keep(0, (logits, probs.topk(choices).values, probs.topk(choices).indices))
@@ -327,7 +329,10 @@ def test_load_after_routing_agrees_with_the_trace() -> None:
 
 
 def test_a_plot_of_the_load(tmp_path: Path) -> None:
-    load = {index: one.assigned.tolist() for index, one in expert_load(build("olmoe"), [batch_with_padding()]).items()}
+    load = {
+        index: one.assigned.tolist()
+        for index, one in expert_load(build("olmoe"), [batch_with_padding()]).items()
+    }
     plot_expert_load(tmp_path / "load.png", {"before": load, "after": load})
     assert (tmp_path / "load.png").stat().st_size > 1000
 
@@ -376,7 +381,9 @@ def test_an_update_moves_biases_against_the_sign_of_the_load_error() -> None:
     with observe_routers(model) as trace, bias.applied():
         model(**batch)
     real = batch["attention_mask"].flatten().bool()
-    counts = torch.stack([F.one_hot(trace.chosen[i][real], EXPERTS).sum((0, 1)) for i in range(DEPTH)]).float()
+    counts = torch.stack(
+        [F.one_hot(trace.chosen[i][real], EXPERTS).sum((0, 1)) for i in range(DEPTH)]
+    ).float()
     assert torch.equal(bias.sent, counts)
     bias.update()
     torch.testing.assert_close(bias.bias, -0.01 * torch.sign(counts - counts.mean(1, keepdim=True)))
@@ -433,7 +440,9 @@ def test_the_bias_is_stored_alone() -> None:
 
 
 def test_router_losses_without_a_graph_are_refused(rows_of_losses: None) -> None:
-    objective = RoutingObjective(RoutingArguments(loss_weights={"balance": 0.01}), build_routed("olmoe").train())
+    objective = RoutingObjective(
+        RoutingArguments(loss_weights={"balance": 0.01}), build_routed("olmoe").train()
+    )
     with objective.watching() as watched:
         with torch.no_grad():
             objective.model(tokens(2, 8))

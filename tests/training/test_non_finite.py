@@ -35,7 +35,9 @@ def poisoned(layer: int, value: float) -> Any:
     def act(model: Any) -> None:
         routing = next(h for h in routings_of(model) if h.layer_index == layer)
         gate: Any = routing.depth_route_gate["default"]
-        gate.register_forward_hook(lambda module, args, out: {**out, "scores": out["scores"] * value})
+        gate.register_forward_hook(
+            lambda module, args, out: {**out, "scores": out["scores"] * value}
+        )
 
     return act
 
@@ -46,7 +48,11 @@ def bad_logits(model: Any) -> None:
 
 def bad_gradient(model: Any) -> None:
     """Every loss is finite, and a gradient is not."""
-    parameter = next(p for name, p in model.named_parameters() if "depth_route_branch" in name and p.requires_grad)
+    parameter = next(
+        p
+        for name, p in model.named_parameters()
+        if "depth_route_branch" in name and p.requires_grad
+    )
     parameter.register_hook(lambda gradient: gradient / 0)
 
 
@@ -55,17 +61,24 @@ CASES: dict[str, tuple[Any, str]] = {
         poisoned(2, torch.nan),
         r"step 3: not finite: loss terms .*budget.*; the scores of layer 2 are the first",
     ),
-    "infinite scores": (poisoned(1, torch.inf), r"step 3: not finite: .*; the scores of layer 1 are the first"),
+    "infinite scores": (
+        poisoned(1, torch.inf),
+        r"step 3: not finite: .*; the scores of layer 1 are the first",
+    ),
     "language model": (bad_logits, r"step 3: not finite: loss terms lm; all scores are finite"),
     "gradient": (bad_gradient, r"step 3: not finite: a gradient \(every loss term is finite\)"),
 }
 
 
-@pytest.mark.nightly(unless=lambda case, kind, accumulate: case == "scores" or (kind, accumulate) == ("trainer", 1))
+@pytest.mark.nightly(
+    unless=lambda case, kind, accumulate: case == "scores" or (kind, accumulate) == ("trainer", 1)
+)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["trainer", "callback"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_step_is_refused_and_named(case: str, kind: str, accumulate: int, tmp_path: Path) -> None:
+def test_the_step_is_refused_and_named(
+    case: str, kind: str, accumulate: int, tmp_path: Path
+) -> None:
     act, said = CASES[case]
     model = build_routed("llama", "mlp")
     cls = DepthRouteTrainer if kind == "trainer" else Trainer
@@ -101,7 +114,9 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("where", ["step", "evaluation"])
-def test_out_of_memory_names_what_was_being_done(error: Exception, where: str, tmp_path: Path) -> None:
+def test_out_of_memory_names_what_was_being_done(
+    error: Exception, where: str, tmp_path: Path
+) -> None:
     model = build_routed("llama", "mlp")
     fields: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
     if where == "evaluation":
@@ -114,7 +129,9 @@ def test_out_of_memory_names_what_was_being_done(error: Exception, where: str, t
     trainer, _ = make_trainer(model, rows(8), tmp_path, **fields)
     model.register_forward_pre_hook(fail)
     doing = "in training step 3" if where == "step" else "evaluating"
-    with pytest.raises((MemoryError, torch.OutOfMemoryError), match=f"out of memory while {doing}") as caught:
+    with pytest.raises(
+        (MemoryError, torch.OutOfMemoryError), match=f"out of memory while {doing}"
+    ) as caught:
         trainer.train()
     last = 2 if where == "step" else 1
     assert str(caught.value).endswith(f"checkpoint-{last}")

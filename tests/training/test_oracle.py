@@ -49,9 +49,14 @@ def chosen(mask: torch.Tensor) -> RouteRecord:
 
 
 @torch.no_grad()
-def forced_loss(model: nn.Module, inputs: dict[str, torch.Tensor], masks: dict[int, torch.Tensor]) -> torch.Tensor:
+def forced_loss(
+    model: nn.Module, inputs: dict[str, torch.Tensor], masks: dict[int, torch.Tensor]
+) -> torch.Tensor:
     """Windowed loss `[B, T]` of a real forward pass with the given decisions; layers without a mask decide."""
-    with use_selection(model, "topk"), replay_routes(model, RouteTrace({i: chosen(m) for i, m in masks.items()})):
+    with (
+        use_selection(model, "topk"),
+        replay_routes(model, RouteTrace({i: chosen(m) for i, m in masks.items()})),
+    ):
         logits = model(**inputs, use_cache=False).logits
     ids, real = inputs["input_ids"], inputs["attention_mask"].bool()
     rows, length = ids.shape
@@ -122,7 +127,9 @@ def test_exact_labels_equal_real_forks_of_one_token(family: str, kind: str) -> N
             for path in (False, True):
                 forked = trunk[layer].clone()
                 forked[:, position] = path
-                losses[path] = forced_loss(model, inputs, forked_masks(trunk, layer, forked, kind))[:, position]
+                losses[path] = forced_loss(model, inputs, forked_masks(trunk, layer, forked, kind))[
+                    :, position
+                ]
             assert (exact[layer][:, column] - (losses[False] - losses[True])).abs().max() <= 1e-5
 
 
@@ -170,7 +177,9 @@ def test_prompts_alone_have_no_labels() -> None:
 
 def test_forks_can_be_limited_to_some_layers() -> None:
     model = build_routed("llama")
-    every, one = (utility_labels(model, batch(), "on_policy", layers=layers) for layers in (None, [2]))
+    every, one = (
+        utility_labels(model, batch(), "on_policy", layers=layers) for layers in (None, [2])
+    )
     assert tuple(one) == (2,)
     assert (one[2].utility - every[2].utility).abs().max() <= 1e-6
 
@@ -184,7 +193,9 @@ def packed(lengths: tuple[int, int] = (6, 4)) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def labels_of(model: nn.Module, inputs: dict[str, torch.Tensor], kind: str, **more: Any) -> dict[int, UtilityLabels]:
+def labels_of(
+    model: nn.Module, inputs: dict[str, torch.Tensor], kind: str, **more: Any
+) -> dict[int, UtilityLabels]:
     with observe_prefix(model) as prefix:
         model(**inputs, use_cache=False, **more)
         return prefix_utility(prefix, inputs["labels"], kind, WINDOW, GAMMA)
@@ -212,28 +223,37 @@ def test_a_batch_of_packed_documents_is_read_as_such() -> None:
         assert torch.equal(labels[layer].valid, expected[layer].valid)
 
 
-def attend_within(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def attend_within(
+    module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
     """As FlashAttention with packed rows: all rows in a line, cut at `cu_seq_lens_q`; what no cut covers is NaN."""
     heads = q.shape[1] // k.shape[1]
     lined = [
-        x.transpose(1, 2).flatten(0, 1).transpose(0, 1) for x in (q, *(x.repeat_interleave(heads, 1) for x in (k, v)))
+        x.transpose(1, 2).flatten(0, 1).transpose(0, 1)
+        for x in (q, *(x.repeat_interleave(heads, 1) for x in (k, v)))
     ]
     out = torch.full_like(lined[0], float("nan"))
     for start, end in pairwise(kwargs["cu_seq_lens_q"].tolist()):
         parts = (x[None, :, start:end] for x in lined)
-        out[:, start:end] = F.scaled_dot_product_attention(*parts, is_causal=True, scale=kwargs["scaling"])[0]
+        out[:, start:end] = F.scaled_dot_product_attention(
+            *parts, is_causal=True, scale=kwargs["scaling"]
+        )[0]
     return out.transpose(0, 1).unflatten(0, (q.shape[0], q.shape[2])), None
 
 
 @pytest.mark.parametrize("kind", ORACLES)
-def test_forks_of_packed_rows_keep_their_documents_apart_where_attention_counts_rows(kind: str) -> None:
+def test_forks_of_packed_rows_keep_their_documents_apart_where_attention_counts_rows(
+    kind: str,
+) -> None:
     AttentionInterface.register("within", attend_within)
     AttentionMaskInterface.register("within", ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
     model, inputs = build_routed("llama", selection="threshold"), packed()
     expected = labels_of(model, inputs, kind)
     model.get_base_model().set_attn_implementation("within")
     ends = torch.tensor([0, 6, 10], dtype=torch.int32)
-    labels = labels_of(model, inputs, kind, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=6, max_length_k=6)
+    labels = labels_of(
+        model, inputs, kind, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=6, max_length_k=6
+    )
     for layer in LAYERS:
         assert (labels[layer].utility - expected[layer].utility).abs().max() <= 1e-5
 
@@ -344,5 +364,7 @@ def test_a_model_in_pieces_is_refused(case: str) -> None:
         head.to("meta")
     else:  # what DeepSpeed and FSDP put on a parameter
         setattr(head.weight, case, 1)
-    with pytest.raises(ValueError, match="several devices" if case == "device" else "FSDP or ZeRO-3"):
+    with pytest.raises(
+        ValueError, match="several devices" if case == "device" else "FSDP or ZeRO-3"
+    ):
         utility_labels(model, batch())

@@ -31,7 +31,10 @@ def made_labels(seed: int = 1) -> dict[int, UtilityLabels]:
     generator = torch.Generator().manual_seed(seed)
     # Unlabelled entries hold values that would show in any mean.
     return {
-        i: UtilityLabels(torch.where(VALID, 2 * torch.randn(2, 4, generator=generator), 70.0), VALID) for i in (1, 3)
+        i: UtilityLabels(
+            torch.where(VALID, 2 * torch.randn(2, 4, generator=generator), 70.0), VALID
+        )
+        for i in (1, 3)
     }
 
 
@@ -39,7 +42,9 @@ def term(name: str, trace: RouteTrace, **inputs: Any) -> float:
     return routing_losses(trace, weights={name: 1.0}, **inputs)[name].item()
 
 
-def labelled(trace: RouteTrace, labels: dict[int, UtilityLabels], index: int) -> list[tuple[int, float, float]]:
+def labelled(
+    trace: RouteTrace, labels: dict[int, UtilityLabels], index: int
+) -> list[tuple[int, float, float]]:
     """`(sequence, u, u*)` of every labelled token of a layer."""
     return [
         (b, trace[index].scores[b, t].item(), labels[index].utility[b, t].item())
@@ -55,7 +60,9 @@ def test_util_loss_is_the_huber_distance_from_the_labels() -> None:
     def huber(difference: float) -> float:
         return 0.5 * difference**2 if abs(difference) <= 1 else abs(difference) - 0.5
 
-    expected = average([average([huber(u - v) for _, u, v in labelled(trace, labels, i)]) for i in (1, 3)])
+    expected = average(
+        [average([huber(u - v) for _, u, v in labelled(trace, labels, i)]) for i in (1, 3)]
+    )
     assert term("util", trace, utility=labels) == pytest.approx(expected, abs=1e-6)
 
 
@@ -80,7 +87,9 @@ def test_rank_loss_draws_positions_of_long_sequences() -> None:
     scores = torch.randn(2, 600)
     for index in (1, 3):
         trace[index].scores = scores
-    utility = {i: UtilityLabels(scores.clone(), torch.ones(2, 600, dtype=torch.bool)) for i in (1, 3)}
+    utility = {
+        i: UtilityLabels(scores.clone(), torch.ones(2, 600, dtype=torch.bool)) for i in (1, 3)
+    }
     every_pair = torch.nn.functional.softplus(-(scores[..., None] - scores[:, None]).abs())
     off_diagonal = every_pair[~torch.eye(600, dtype=torch.bool).expand_as(every_pair)].mean().item()
     assert term("rank", trace, utility=utility) == pytest.approx(off_diagonal, abs=0.03)
@@ -113,7 +122,8 @@ def test_z_loss_is_the_squared_logsumexp_of_the_two_way_choice() -> None:
 
 
 @given(
-    real=st.lists(st.booleans(), min_size=2, max_size=40).filter(lambda real: sum(real) >= 2), seed=st.integers(0, 99)
+    real=st.lists(st.booleans(), min_size=2, max_size=40).filter(lambda real: sum(real) >= 2),
+    seed=st.integers(0, 99),
 )
 def test_a_derangement_is_a_permutation_without_fixed_points(real: list[bool], seed: int) -> None:
     mask = torch.tensor(real)[None]
@@ -156,20 +166,28 @@ def test_terms_without_their_inputs_do_not_apply() -> None:
     assert set(routing_losses(made_trace(), weights=weights)) == {"budget", "alive"}
 
 
-def refresh_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int = 14, **arguments: Any) -> list[Any]:
+def refresh_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int = 14, **arguments: Any
+) -> list[Any]:
     """`(step, kind, window, layers)` of every refresh in a training run."""
     made: list[Any] = []
     original = objective_module.prefix_utility
 
-    def spy(prefix: Any, labels: Any, kind: str, window: int = 8, gamma: float = 0.5, layers: Any = None) -> Any:
+    def spy(
+        prefix: Any, labels: Any, kind: str, window: int = 8, gamma: float = 0.5, layers: Any = None
+    ) -> Any:
         made.append((trainer.state.global_step, kind, window, layers))
         return original(prefix, labels, kind, window, gamma, layers)
 
     monkeypatch.setattr(objective_module, "prefix_utility", spy)
-    trainer, _ = make_trainer(build_routed("llama"), rows(2 * steps, padding=(0, 3)), tmp_path, **arguments)
+    trainer, _ = make_trainer(
+        build_routed("llama"), rows(2 * steps, padding=(0, 3)), tmp_path, **arguments
+    )
     trainer.train()
     logged = [set(entry) & {"loss_util", "loss_rank", "loss_cgs"} for entry in step_logs(trainer)]
-    assert [bool(terms) for terms in logged] == [step in {m[0] for m in made} for step in range(steps)]
+    assert [bool(terms) for terms in logged] == [
+        step in {m[0] for m in made} for step in range(steps)
+    ]
     return made
 
 
@@ -180,12 +198,18 @@ def test_labels_are_refreshed_every_fifth_step_after_the_warm_up(
     assert made == [(step, "all_full", 8, None) for step in (3, 8, 13)]
 
 
-def test_counterfactual_supervision_labels_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counterfactual_supervision_labels_one_layer_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = refresh_steps(tmp_path, monkeypatch, cgs_weight=0.5, cgs_warmup=1)
-    assert made == [(step, "on_policy", 1, [layer]) for step, layer in ((1, 1), (5, 2), (9, 3), (13, 1))]
+    assert made == [
+        (step, "on_policy", 1, [layer]) for step, layer in ((1, 1), (5, 2), (9, 3), (13, 1))
+    ]
 
 
-@pytest.mark.parametrize("arguments", [{}, {"oracle": "all_full", "util_weight": 0.0, "rank_weight": 0.0}])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"oracle": "all_full", "util_weight": 0.0, "rank_weight": 0.0}]
+)
 def test_without_an_oracle_nothing_is_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
 ) -> None:
@@ -193,8 +217,13 @@ def test_without_an_oracle_nothing_is_forked(
 
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-def test_every_loss_trains_with_checkpointing_and_accumulation(tmp_path: Path, checkpointing: Any) -> None:
-    fields: dict[str, Any] = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": checkpointing}
+def test_every_loss_trains_with_checkpointing_and_accumulation(
+    tmp_path: Path, checkpointing: Any
+) -> None:
+    fields: dict[str, Any] = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": checkpointing,
+    }
     trainer, kept = make_trainer(
         build_routed("qwen2", "jepa"), rows(8, padding=(0, 3)), tmp_path, gradient_accumulation_steps=2,
         oracle="on_policy", oracle_warmup=0, oracle_interval=1, cgs_weight=0.5, cgs_warmup=0, z_weight=0.1,
@@ -212,9 +241,13 @@ def test_labels_do_not_depend_on_checkpointing_or_on_the_trainer(tmp_path: Path)
     arguments: dict[str, Any] = {"oracle": "on_policy", "oracle_warmup": 0, "oracle_interval": 1}
     expected = None
     for folder, fields in (("plain", {}), ("checkpointed", {"gradient_checkpointing": True})):
-        trainer, _ = make_trainer(build_routed("llama"), examples, tmp_path / folder, **arguments, **fields)
+        trainer, _ = make_trainer(
+            build_routed("llama"), examples, tmp_path / folder, **arguments, **fields
+        )
         trainer.train()
-        losses = [entry[name] for entry in step_logs(trainer) for name in ("loss_util", "loss_rank")]
+        losses = [
+            entry[name] for entry in step_logs(trainer) for name in ("loss_util", "loss_rank")
+        ]
         expected = expected or losses
         assert losses == pytest.approx(expected, rel=1e-5)
     trainer, _ = make_trainer(build_routed("llama"), examples, tmp_path / "callback", cls=Trainer)

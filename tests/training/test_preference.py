@@ -22,8 +22,14 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 PROMPTS = ("the cat sat", "a dog ran to", "it was the", "the big red")
-PAIRS = [{"prompt": p, "chosen": " the cat sat on it", "rejected": " a hat was red and big"} for p in PROMPTS]
-UNPAIRED = [{"prompt": p, "completion": " the cat sat on it", "label": i % 2 == 0} for i, p in enumerate(PROMPTS)]
+PAIRS = [
+    {"prompt": p, "chosen": " the cat sat on it", "rejected": " a hat was red and big"}
+    for p in PROMPTS
+]
+UNPAIRED = [
+    {"prompt": p, "completion": " the cat sat on it", "label": i % 2 == 0}
+    for i, p in enumerate(PROMPTS)
+]
 KINDS = {
     "mlp": {},
     "controller": {"selection": "controller"},
@@ -63,11 +69,17 @@ def rewards(log: dict[str, float], prefix: str = "") -> list[float]:
     return [value for name, value in log.items() if name.startswith(names)]
 
 
-@pytest.mark.nightly(unless=lambda kind, checkpointing, precompute: kind == "mlp" or not (checkpointing or precompute))
+@pytest.mark.nightly(
+    unless=lambda kind, checkpointing, precompute: (
+        kind == "mlp" or not (checkpointing or precompute)
+    )
+)
 @pytest.mark.parametrize("precompute", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_dpo_starts_at_its_reference(kind: str, checkpointing: bool, precompute: bool, tmp_path: Path) -> None:
+def test_dpo_starts_at_its_reference(
+    kind: str, checkpointing: bool, precompute: bool, tmp_path: Path
+) -> None:
     model = trained(tmp_path, **KINDS[kind])
     start = adapter_state(model)
     args = arguments(
@@ -79,7 +91,9 @@ def test_dpo_starts_at_its_reference(kind: str, checkpointing: bool, precompute:
         gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
     )
     data = datasets.Dataset.from_list(PAIRS)
-    trainer = trl.DPOTrainer(model, args=args, train_dataset=data, eval_dataset=data, processing_class=word_tokenizer())
+    trainer = trl.DPOTrainer(
+        model, args=args, train_dataset=data, eval_dataset=data, processing_class=word_tokenizer()
+    )
     before = trainer.evaluate()
     assert before["eval_loss"] == pytest.approx(0.6931, abs=1e-4)
     assert rewards(before, "eval_") == pytest.approx([0.0, 0.0], abs=1e-5)
@@ -101,7 +115,11 @@ def test_kto_starts_at_its_reference(precompute: bool, tmp_path: Path) -> None:
     args = arguments(trl.KTOConfig, tmp_path, max_length=32, precompute_ref_log_probs=precompute)
     data = datasets.Dataset.from_list(UNPAIRED)
     trainer = trl.KTOTrainer(
-        trained(tmp_path), args=args, train_dataset=data, eval_dataset=data, processing_class=word_tokenizer()
+        trained(tmp_path),
+        args=args,
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=word_tokenizer(),
     )
     assert rewards(trainer.evaluate(), "eval_") == pytest.approx([0.0, 0.0], abs=1e-5)
     trainer.train()
@@ -112,7 +130,9 @@ def test_kto_starts_at_its_reference(precompute: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-def test_rollouts_are_those_of_inference_and_their_reference_is_the_start(name: str, tmp_path: Path) -> None:
+def test_rollouts_are_those_of_inference_and_their_reference_is_the_start(
+    name: str, tmp_path: Path
+) -> None:
     model = trained(tmp_path)
     calls: list[int] = []
     generate = model.generate
@@ -142,7 +162,9 @@ def test_rollouts_are_those_of_inference_and_their_reference_is_the_start(name: 
     data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
     trainer = getattr(trl, f"{name}Trainer")(
         model,
-        reward_funcs=lambda completions, **_: [float(len(text) + i) for i, text in enumerate(completions)],
+        reward_funcs=lambda completions, **_: [
+            float(len(text) + i) for i, text in enumerate(completions)
+        ],
         args=args,
         train_dataset=data,
         eval_dataset=data,
@@ -200,7 +222,9 @@ def test_training_mode_generates_what_evaluation_mode_does(granularity: str, kin
     found = []
     for training in (False, True):
         with count_routes(model.train(training)) as counted:
-            text = model.generate(tokens(2, 6), max_new_tokens=10, do_sample=False, eos_token_id=None)
+            text = model.generate(
+                tokens(2, 6), max_new_tokens=10, do_sample=False, eos_token_id=None
+            )
         found.append((text, counted.full_ratio()))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
 
@@ -217,4 +241,6 @@ def test_an_adapter_of_anothers_configuration_is_a_copy_of_it() -> None:
     assert not any(p.requires_grad for name, p in model.named_parameters() if ".default." in name)
     model.set_adapter("default")
     model.add_adapter("fresh", DepthRouteConfig(layers=[1, 2, 3]))
-    assert all(int(routing.depth_route_quantiles["fresh"].updates) == 0 for routing in routings_of(model))
+    assert all(
+        int(routing.depth_route_quantiles["fresh"].updates) == 0 for routing in routings_of(model)
+    )

@@ -63,14 +63,36 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 # fmt: on
 TRAINING: dict[str, dict[str, Any]] = {
-    "conditional-depth-routing": {"oracle": "all_full", "oracle_window": 8, "oracle_warmup": 100, "oracle_interval": 5},
-    "conditional-depth-routing-jepa": {"learning_rate": 2e-4, "weight_decay": 0.01, "max_grad_norm": 1.0},
+    "conditional-depth-routing": {
+        "oracle": "all_full",
+        "oracle_window": 8,
+        "oracle_warmup": 100,
+        "oracle_interval": 5,
+    },
+    "conditional-depth-routing-jepa": {
+        "learning_rate": 2e-4,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+    },
     "token-selective-attention": {"learning_rate": 3e-4, "weight_decay": 0.1, "adam_beta2": 0.95},
     "router-tuning": {"learning_rate": 2e-4, "weight_decay": 0.0, "warmup_steps": 0.03},
     "dlo": {"learning_rate": 2e-5, "budget_start": 1.0, "budget_schedule_steps": 1000},
-    "flexidepth": {"learning_rate": 1e-4, "adam_beta2": 0.95, "warmup_steps": 0.03, "weight_decay": 0.0},
-    "counterfactual-gate-supervision": {"cgs_warmup": 500, "cgs_interval": 4, "learning_rate": 6e-4},
-    "counterfactual-gate-supervision-memory": {"cgs_warmup": 500, "cgs_interval": 4, "learning_rate": 6e-4},
+    "flexidepth": {
+        "learning_rate": 1e-4,
+        "adam_beta2": 0.95,
+        "warmup_steps": 0.03,
+        "weight_decay": 0.0,
+    },
+    "counterfactual-gate-supervision": {
+        "cgs_warmup": 500,
+        "cgs_interval": 4,
+        "learning_rate": 6e-4,
+    },
+    "counterfactual-gate-supervision-memory": {
+        "cgs_warmup": 500,
+        "cgs_interval": 4,
+        "learning_rate": 6e-4,
+    },
 }
 
 
@@ -94,16 +116,29 @@ def test_preset_holds_the_papers_numbers(name: str, tmp_path: Path) -> None:
 def test_preset_trains_by_the_methods_losses_and_no_others(name: str, tmp_path: Path) -> None:
     shallow = {"layers": [1]} if isinstance(PRESETS[name].adapter.get("layers"), list) else {}
     config, training = preset(name, seed=3, max_steps=1, oracle_warmup=0, cgs_warmup=0, **shallow)
-    model = get_depth_routed_model(build_base("olmoe" if config.target == "experts" else "llama"), config)
+    model = get_depth_routed_model(
+        build_base("olmoe" if config.target == "experts" else "llama"), config
+    )
     arguments = DepthRouteTrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, logging_steps=1, save_strategy="no", report_to="none", **training
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        **training,
     )
     trainer = DepthRouteTrainer(model=model, args=arguments, train_dataset=rows(8))
     trainer.train()
     logged = trainer.state.log_history[0]
-    found = {term.removeprefix("loss_"): value for term, value in logged.items() if term.startswith("loss_")}
+    found = {
+        term.removeprefix("loss_"): value
+        for term, value in logged.items()
+        if term.startswith("loss_")
+    }
     assert set(found) == set(TERMS[name])
-    assert logged["loss"] == pytest.approx(sum(TERMS[name][term] * value for term, value in found.items()), abs=1e-3)
+    assert logged["loss"] == pytest.approx(
+        sum(TERMS[name][term] * value for term, value in found.items()), abs=1e-3
+    )
 
 
 def test_router_tuning_routes_the_deepest_layers_but_the_last_and_starts_dense() -> None:
@@ -114,7 +149,9 @@ def test_router_tuning_routes_the_deepest_layers_but_the_last_and_starts_dense()
 
 
 def test_changes_go_where_they_belong() -> None:
-    config, training = preset("router-tuning", layers=[1], budget=0.25, capacity_weight=4.0, seed=7, max_steps=9)
+    config, training = preset(
+        "router-tuning", layers=[1], budget=0.25, capacity_weight=4.0, seed=7, max_steps=9
+    )
     assert (config.layers, config.budget, config.seed) == ([1], 0.25, 7)
     assert (training["capacity_weight"], training["seed"], training["max_steps"]) == (4.0, 7, 9)
     assert "layers" not in training and "budget" not in training
@@ -123,11 +160,16 @@ def test_changes_go_where_they_belong() -> None:
 
 def test_what_a_caller_does_to_a_preset_leaves_the_table_alone() -> None:
     preset("conditional-depth-routing")[1]["lr_scheduler_kwargs"]["min_lr_rate"] = 0.5
-    assert PRESETS["conditional-depth-routing"].training["lr_scheduler_kwargs"] == {"min_lr_rate": 0.01}
+    assert PRESETS["conditional-depth-routing"].training["lr_scheduler_kwargs"] == {
+        "min_lr_rate": 0.01
+    }
 
 
 def test_unknown_preset_is_refused_with_the_nearest_and_all() -> None:
-    with pytest.raises(ConfigError, match=r"no preset 'router_tuning'; did you mean 'router-tuning'\?; use one of: "):
+    with pytest.raises(
+        ConfigError,
+        match=r"no preset 'router_tuning'; did you mean 'router-tuning'\?; use one of: ",
+    ):
         preset("router_tuning")
 
 

@@ -12,9 +12,20 @@ from models import build_base, build_routed, tokens
 from peft import PeftModel, PeftModelForCausalLM
 from sft_runs import ROUTES, sft, sft_arguments, token_data
 from text_models import word_tokenizer
-from training import KeepGradients, adapter_state, assert_same_tensors, step_logs, training_arguments
+from training import (
+    KeepGradients,
+    adapter_state,
+    assert_same_tensors,
+    step_logs,
+    training_arguments,
+)
 
-from hf_depthroute import DepthRouteCallback, DepthRouteConfig, DepthRouteTrainer, get_depth_routed_model
+from hf_depthroute import (
+    DepthRouteCallback,
+    DepthRouteConfig,
+    DepthRouteTrainer,
+    get_depth_routed_model,
+)
 from hf_depthroute.training.trainer import DepthRouteTrainerMixin, RoutingArguments
 
 trl = pytest.importorskip("trl")
@@ -38,7 +49,11 @@ def test_sft_trains_as_our_trainer_does(how: str, tmp_path: Path) -> None:
         warnings.filterwarnings("error", message=".*without the routing losses")
         trainer.train()
     assert start.keys() == adapter_state(trainer.model).keys()
-    moved = {name for name, value in adapter_state(trainer.model).items() if not torch.equal(value, start[name])}
+    moved = {
+        name
+        for name, value in adapter_state(trainer.model).items()
+        if not torch.equal(value, start[name])
+    }
     assert {f"{layer}.depth_route_gate.default.score.weight" for layer in (1, 2, 3)} <= moved
 
     expected_kept = KeepGradients()
@@ -60,12 +75,15 @@ def test_sft_trains_as_our_trainer_does(how: str, tmp_path: Path) -> None:
 
 
 def test_weights_and_schedules_of_the_callback_count(tmp_path: Path) -> None:
-    arguments = RoutingArguments(budget_weight=3.0, jepa_weight=0.0, budget_start=1.0, budget_schedule_steps=4)
+    arguments = RoutingArguments(
+        budget_weight=3.0, jepa_weight=0.0, budget_start=1.0, budget_schedule_steps=4
+    )
     trainer = sft(tmp_path, token_data(), callbacks=[DepthRouteCallback(arguments=arguments)])
     trainer.train()
     first = step_logs(trainer)[0]
     assert (
-        "loss_jepa" not in first and first["full_ratio/layer_1"] == 1.0 > step_logs(trainer)[-1]["full_ratio/layer_1"]
+        "loss_jepa" not in first
+        and first["full_ratio/layer_1"] == 1.0 > step_logs(trainer)[-1]["full_ratio/layer_1"]
     )
     assert first["loss"] == pytest.approx(
         first["loss_lm"] + 3.0 * first["loss_budget"] + 0.5 * first["loss_alive"], abs=1e-5
@@ -76,9 +94,15 @@ def test_weights_and_schedules_of_the_callback_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["callback", "mixin"])
 def test_distillation_works_under_sft(how: str, tmp_path: Path) -> None:
     """SFTTrainer's loss makes no logits; the term, its gradients and the adapter are those of our trainer."""
-    arguments, kept, expected_kept = RoutingArguments(distill_weight=0.5), KeepGradients(), KeepGradients()
+    arguments, kept, expected_kept = (
+        RoutingArguments(distill_weight=0.5),
+        KeepGradients(),
+        KeepGradients(),
+    )
     if how == "callback":
-        trainer = sft(tmp_path, token_data(), callbacks=[DepthRouteCallback(arguments=arguments), kept])
+        trainer = sft(
+            tmp_path, token_data(), callbacks=[DepthRouteCallback(arguments=arguments), kept]
+        )
     else:
         trainer = sft(tmp_path, token_data(), MixedSFT, [kept])
         trainer.routing_objective.arguments = arguments
@@ -106,10 +130,18 @@ def test_packing_and_loss_masks_train_and_evaluate(how: str, tmp_path: Path) -> 
     if how == "packing":
         data, fields = token_data(), {"packing": True, "max_length": 24}
     elif how == "completion":
-        data = datasets.Dataset.from_dict({"prompt": ["the cat sat"] * 8, "completion": [" on the big mat"] * 8})
+        data = datasets.Dataset.from_dict(
+            {"prompt": ["the cat sat"] * 8, "completion": [" on the big mat"] * 8}
+        )
     else:
-        turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
-        data, fields = datasets.Dataset.from_dict({"messages": [turns] * 8}), {"assistant_only_loss": True}
+        turns = [
+            {"role": "user", "content": "the cat"},
+            {"role": "assistant", "content": "sat on the mat"},
+        ]
+        data, fields = (
+            datasets.Dataset.from_dict({"messages": [turns] * 8}),
+            {"assistant_only_loss": True},
+        )
     trainer = sft(tmp_path, data, **fields)
     labels = next(iter(trainer.get_train_dataloader()))["labels"]
     assert how == "packing" or (labels == -100).any(dim=1).all()
@@ -131,11 +163,15 @@ def test_the_adapter_that_sft_saves_loads(tmp_path: Path) -> None:
         assert torch.equal(model(ids).logits, trainer.model.eval()(ids).logits)
 
 
-def test_a_forward_pass_without_a_graph_after_that_of_the_loss_is_passed_over(tmp_path: Path) -> None:
+def test_a_forward_pass_without_a_graph_after_that_of_the_loss_is_passed_over(
+    tmp_path: Path,
+) -> None:
     """Label smoothing makes SFTTrainer run the model twice; the routing losses come from the first run."""
     logs = []
     for smoothing in (0.0, 0.1):
-        callbacks = [DepthRouteCallback(arguments=RoutingArguments(distill_weight=0.5, exit_weight=0.1))]
+        callbacks = [
+            DepthRouteCallback(arguments=RoutingArguments(distill_weight=0.5, exit_weight=0.1))
+        ]
         trainer = sft(tmp_path, token_data(), callbacks=callbacks, label_smoothing_factor=smoothing)
         trainer.train()
         logs.append(step_logs(trainer)[0])
@@ -156,7 +192,9 @@ class WithoutGraph(trl.SFTTrainer):
 
 def test_a_loss_without_a_forward_pass_of_the_routers_is_refused(tmp_path: Path) -> None:
     trainer = sft(tmp_path, token_data(), WithoutGraph)
-    with pytest.raises(ValueError, match=r"WithoutGraph\.compute_loss made its loss without a forward pass"):
+    with pytest.raises(
+        ValueError, match=r"WithoutGraph\.compute_loss made its loss without a forward pass"
+    ):
         trainer.train()
 
 

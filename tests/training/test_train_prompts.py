@@ -58,7 +58,11 @@ def test_one_pass_is_what_serving_does_in_two(family: str, target: str) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_step_has_the_gradients_of_what_is_served(checkpointing: bool, tmp_path: Path) -> None:
     model = build_routed("llama", "ffn", gate="none", phases="prefill", prompt_tail=2)
-    fields = {"per_device_train_batch_size": 1, "max_steps": 1, "gradient_checkpointing": checkpointing}
+    fields = {
+        "per_device_train_batch_size": 1,
+        "max_steps": 1,
+        "gradient_checkpointing": checkpointing,
+    }
     with torch.enable_grad():
         logits = as_it_serves(model, row()["input_ids"][None])
         F.cross_entropy(logits[0], row()["input_ids"][PROMPT:]).backward()
@@ -73,8 +77,12 @@ def test_a_step_has_the_gradients_of_what_is_served(checkpointing: bool, tmp_pat
 def test_the_loss_of_an_evaluation_is_that_of_the_answer_behind_its_prompt(tmp_path: Path) -> None:
     model = build_routed("llama", "block", phases="prefill", prompt_tail=2)
     with torch.no_grad():
-        expected = F.cross_entropy(as_it_serves(model, row()["input_ids"][None])[0], row()["input_ids"][PROMPT:])
-    trainer = DepthRouteTrainer(model=model, args=training_arguments(tmp_path), eval_dataset=[row()])
+        expected = F.cross_entropy(
+            as_it_serves(model, row()["input_ids"][None])[0], row()["input_ids"][PROMPT:]
+        )
+    trainer = DepthRouteTrainer(
+        model=model, args=training_arguments(tmp_path), eval_dataset=[row()]
+    )
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), abs=1e-5)
     with model.disable_adapter():
         ids = row()["input_ids"]
@@ -82,7 +90,9 @@ def test_the_loss_of_an_evaluation_is_that_of_the_answer_behind_its_prompt(tmp_p
         assert trainer.evaluate()["eval_loss"] == pytest.approx(float(dense), abs=1e-5)
 
 
-def test_what_no_gate_decided_is_in_no_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_no_gate_decided_is_in_no_loss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The share that a budget is held to is that of the prompt's tokens which were routed."""
     model = build_routed("llama", "ffn", phases="prefill", prompt_tail=2)
     trainer = DepthRouteTrainer(
@@ -102,7 +112,9 @@ def test_what_no_gate_decided_is_in_no_loss(monkeypatch: pytest.MonkeyPatch, tmp
     shares = [record.mask[0, : PROMPT - 2].float().mean() for record in seen[0].values()]
     (logged,) = [entry for entry in trainer.state.log_history if "loss_budget" in entry]
     found = [value for name, value in logged.items() if name.startswith("full_ratio")]
-    assert found and sum(found) / len(found) == pytest.approx(float(sum(shares) / len(shares)), abs=1e-5)
+    assert found and sum(found) / len(found) == pytest.approx(
+        float(sum(shares) / len(shares)), abs=1e-5
+    )
 
 
 def test_which_tokens_have_to_run_in_full() -> None:
@@ -141,22 +153,42 @@ def test_documents_that_are_packed_are_no_prompts() -> None:
 def test_a_mask_of_another_shape_is_refused() -> None:
     model = build_routed("llama", phases="prefill")
     forced = torch.ones(1, 3, dtype=torch.bool)
-    with run_in_full(model, forced), pytest.raises(ValueError, match=r"has shape \(1, 3\), the input \(1, 8\)"):
+    with (
+        run_in_full(model, forced),
+        pytest.raises(ValueError, match=r"has shape \(1, 3\), the input \(1, 8\)"),
+    ):
         model(tokens(1, 8))
 
 
 def test_plain_text_is_labelled_behind_two_thirds() -> None:
     (ids,) = tokens(1, 9)
-    batch = collate_behind_prompts([{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}])
+    batch = collate_behind_prompts(
+        [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}]
+    )
     assert batch["labels"].tolist() == [[-100] * 6 + ids[6:].tolist()]
 
 
-def test_the_command_trains_prompts_on_the_text_behind_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trains_prompts_on_the_text_behind_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base, text = save_base(tmp_path / "base"), write_text(tmp_path / "text.txt")
     common = ("--model", base, "--dataset", text, "--length", 18, "--batch-size", 2, "--steps", 3)
-    given = (*common, "--phases", "prefill", "--prompt-tail", 2, "--logging-steps", 1, "--out", tmp_path / "out")
+    given = (
+        *common,
+        "--phases",
+        "prefill",
+        "--prompt-tail",
+        2,
+        "--logging-steps",
+        1,
+        "--out",
+        tmp_path / "out",
+    )
     with pytest.raises(SystemExit) as ended:
         main(["train", *map(str, given)])
     assert not ended.value.code, capsys.readouterr().err
     record = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert all(evaluated["behind_prompts"] for evaluated in record["evaluation"]) and record["evaluation"]
+    assert (
+        all(evaluated["behind_prompts"] for evaluated in record["evaluation"])
+        and record["evaluation"]
+    )

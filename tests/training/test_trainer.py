@@ -47,14 +47,24 @@ DIAGNOSTICS = {
     "jepa": ("full_ratio", "gate_prob", "score_var", "q_distance", "q_cosine"),
 }
 # Weights that differ from each other and from the defaults, with an alive term that is never zero.
-WEIGHTS = {"lm_weight": 0.7, "jepa_weight": 0.3, "budget_weight": 2.0, "alive_weight": 0.4, "alive_min": 0.99}
+WEIGHTS = {
+    "lm_weight": 0.7,
+    "jepa_weight": 0.3,
+    "budget_weight": 2.0,
+    "alive_weight": 0.4,
+    "alive_min": 0.99,
+}
 
 
 def assert_same_traces(one: RouteTrace, two: RouteTrace) -> None:
     assert list(one) == list(two) == list(LAYERS)
     for index in one:
         a, b = one[index], two[index]
-        assert torch.equal(a.mask, b.mask) and torch.equal(a.scores, b.scores) and torch.equal(a.probs, b.probs)
+        assert (
+            torch.equal(a.mask, b.mask)
+            and torch.equal(a.scores, b.scores)
+            and torch.equal(a.probs, b.probs)
+        )
         assert a.extras.keys() == b.extras.keys()
         assert all(torch.equal(a.extras[name], b.extras[name]) for name in a.extras)
 
@@ -71,7 +81,9 @@ def enable_checkpointing(model: Any, reentrant: bool) -> None:
 
 @pytest.mark.parametrize("gate", GATES)
 def test_the_logged_loss_is_the_weighted_sum_of_the_logged_terms(gate: str, tmp_path: Path) -> None:
-    trainer, _ = make_trainer(build_routed("llama", gate), rows(8, padding=(0, 3)), tmp_path, **WEIGHTS)
+    trainer, _ = make_trainer(
+        build_routed("llama", gate), rows(8, padding=(0, 3)), tmp_path, **WEIGHTS
+    )
     trainer.train()
     logs = step_logs(trainer)
     assert len(logs) == 4
@@ -81,7 +93,9 @@ def test_the_logged_loss_is_the_weighted_sum_of_the_logged_terms(gate: str, tmp_
         assert all(entry[f"loss_{name}"] > 0 for name in TERMS[gate])
 
 
-def test_the_logged_loss_is_the_weighted_sum_over_accumulated_batches_and_steps(tmp_path: Path) -> None:
+def test_the_logged_loss_is_the_weighted_sum_over_accumulated_batches_and_steps(
+    tmp_path: Path,
+) -> None:
     trainer, _ = make_trainer(
         build_routed("llama", "jepa"),
         rows(24, padding=(0, 3, 5)),
@@ -99,7 +113,9 @@ def test_the_logged_loss_is_the_weighted_sum_over_accumulated_batches_and_steps(
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_a_trainer_step_has_the_gradients_of_a_loop_written_by_hand(gate: str, tmp_path: Path) -> None:
+def test_a_trainer_step_has_the_gradients_of_a_loop_written_by_hand(
+    gate: str, tmp_path: Path
+) -> None:
     examples = rows(2, padding=(0, 3))
     model = build_routed("llama", gate)
     trainer, kept = make_trainer(model, examples, tmp_path)
@@ -107,7 +123,9 @@ def test_a_trainer_step_has_the_gradients_of_a_loop_written_by_hand(gate: str, t
     by_hand = build_routed("llama", gate).train()
     terms, _ = backward(by_hand, stacked(examples))
     assert_same_tensors(kept.steps[0], gradients(by_hand), tolerance=1e-6)
-    assert step_logs(trainer)[0]["loss"] == pytest.approx(sum(t.item() for t in terms.values()), rel=1e-6)
+    assert step_logs(trainer)[0]["loss"] == pytest.approx(
+        sum(t.item() for t in terms.values()), rel=1e-6
+    )
 
 
 def test_the_folder_may_be_the_first_argument_as_in_transformers(tmp_path: Path) -> None:
@@ -152,7 +170,9 @@ def test_padding_does_not_change_the_losses(family: str, kind: str, side: str) -
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("family", "kind"), COVERING)
-def test_checkpointing_changes_no_loss_no_gradient_and_no_trace(family: str, kind: str, reentrant: bool) -> None:
+def test_checkpointing_changes_no_loss_no_gradient_and_no_trace(
+    family: str, kind: str, reentrant: bool
+) -> None:
     batch = stacked(rows(3, length=8, padding=(0, 3)))
     plain = build_routed(family, kind).train()
     plain_terms, plain_trace = backward(plain, batch, alive_min=0.99)
@@ -160,7 +180,11 @@ def test_checkpointing_changes_no_loss_no_gradient_and_no_trace(family: str, kin
     model = build_routed(family, kind).train()
     enable_checkpointing(model, reentrant)
     calls = dict.fromkeys((0, *LAYERS), 0)
-    layers = model.get_base_model().transformer.h if family == "gpt2" else model.get_base_model().model.layers
+    layers = (
+        model.get_base_model().transformer.h
+        if family == "gpt2"
+        else model.get_base_model().model.layers
+    )
     for index in calls:
         attention = layers[index].attn if family == "gpt2" else layers[index].self_attn
         attention.register_forward_pre_hook(lambda *_, i=index: calls.update({i: calls[i] + 1}))
@@ -189,7 +213,11 @@ def test_checkpointing_trains_to_the_same_parameters(
         if checkpointing:
             enable_checkpointing(model, reentrant)
         trainer, kept = make_trainer(
-            model, rows(12, padding=(0, 3)), tmp_path, gradient_accumulation_steps=2, temperature_schedule_steps=2
+            model,
+            rows(12, padding=(0, 3)),
+            tmp_path,
+            gradient_accumulation_steps=2,
+            temperature_schedule_steps=2,
         )
         trainer.train()
         results.append((step_logs(trainer), kept.steps, adapter_state(model)))
@@ -198,7 +226,11 @@ def test_checkpointing_trains_to_the_same_parameters(
         assert_same_tensors(one, two)
     assert_same_tensors(plain, checkpointed)
     for one, two in zip(plain_logs, logs, strict=True):
-        assert all(one[name] == two[name] for name in one if name.startswith(("loss", "full_ratio", "gate_prob")))
+        assert all(
+            one[name] == two[name]
+            for name in one
+            if name.startswith(("loss", "full_ratio", "gate_prob"))
+        )
 
 
 def test_a_backward_pass_after_the_recording_block_recomputes_the_same_forward() -> None:
@@ -241,13 +273,24 @@ def test_accumulated_batches_of_equal_size_add_up_to_the_whole_batch(tmp_path: P
     examples = rows(8)
     fields = {"alive_min": 0.99, "budget_weight": 0.0}
     model, split = build_routed("llama", "jepa"), build_routed("llama", "jepa")
-    whole, kept_whole = make_trainer(model, examples, tmp_path, per_device_train_batch_size=8, **fields)
-    parts, kept_parts = make_trainer(split, examples, tmp_path, gradient_accumulation_steps=4, **fields)
+    whole, kept_whole = make_trainer(
+        model, examples, tmp_path, per_device_train_batch_size=8, **fields
+    )
+    parts, kept_parts = make_trainer(
+        split, examples, tmp_path, gradient_accumulation_steps=4, **fields
+    )
     whole.train()
     parts.train()
     assert_same_tensors(kept_whole.steps[0], kept_parts.steps[0], tolerance=1e-6)
     [log_whole], [log_parts] = step_logs(whole), step_logs(parts)
-    for name in ("loss", "loss_lm", "loss_jepa", "loss_alive", "full_ratio/layer_1", "gate_prob/layer_3"):
+    for name in (
+        "loss",
+        "loss_lm",
+        "loss_jepa",
+        "loss_alive",
+        "full_ratio/layer_1",
+        "gate_prob/layer_3",
+    ):
         assert log_whole[name] == pytest.approx(log_parts[name], abs=2e-6), name
     assert log_whole["loss_alive"] > 0
 
@@ -260,12 +303,16 @@ def test_the_budget_term_of_accumulated_batches_is_the_mean_of_theirs(tmp_path: 
         with record_routes(model) as trace:
             model(**stacked(examples[i : i + 2]))
         values.append((mean_probability(trace) - 0.5).square().mean().item())
-    trainer, _ = make_trainer(build_routed("llama"), examples, tmp_path, gradient_accumulation_steps=4)
+    trainer, _ = make_trainer(
+        build_routed("llama"), examples, tmp_path, gradient_accumulation_steps=4
+    )
     trainer.train()
     assert step_logs(trainer)[0]["loss_budget"] == pytest.approx(sum(values) / 4, abs=1e-6)
 
 
-def test_a_trainer_that_scales_its_own_loss_has_routing_terms_that_count_once(tmp_path: Path) -> None:
+def test_a_trainer_that_scales_its_own_loss_has_routing_terms_that_count_once(
+    tmp_path: Path,
+) -> None:
     class MeanPerBatch(DepthRouteTrainer):
         """A per-batch mean that the Trainer divides by the number of accumulated batches."""
 
@@ -289,14 +336,20 @@ def test_a_trainer_that_scales_its_own_loss_has_routing_terms_that_count_once(tm
 
 @pytest.mark.parametrize("knows_trainer", [True, False])
 @pytest.mark.parametrize("gate", GATES)
-def test_the_callback_on_a_plain_trainer_equals_the_trainer(gate: str, knows_trainer: bool, tmp_path: Path) -> None:
+def test_the_callback_on_a_plain_trainer_equals_the_trainer(
+    gate: str, knows_trainer: bool, tmp_path: Path
+) -> None:
     examples = rows(12, padding=(0, 3, 5))
     fields = {"gradient_accumulation_steps": 2, "budget_schedule_steps": 2}
     model, other = build_routed("llama", gate), build_routed("llama", gate)
     ours, kept_ours = make_trainer(model, examples, tmp_path, **fields)
     ours.train()
     plain, kept_plain = make_trainer(other, examples, tmp_path, Trainer, **fields)
-    plain.add_callback(DepthRouteCallback(plain if knows_trainer else None, RoutingArguments(budget_schedule_steps=2)))
+    plain.add_callback(
+        DepthRouteCallback(
+            plain if knows_trainer else None, RoutingArguments(budget_schedule_steps=2)
+        )
+    )
     plain.train()
     assert len(kept_ours.steps) == 3
     for one, two in zip(kept_ours.steps, kept_plain.steps, strict=True):
@@ -314,7 +367,12 @@ def test_the_last_step_of_an_epoch_counts_once_although_it_accumulates_less(tmp_
     steps = []
     for cls in (DepthRouteTrainer, Trainer):
         trainer, kept = make_trainer(
-            build_routed("llama"), examples, tmp_path, cls, gradient_accumulation_steps=3, learning_rate=0.0
+            build_routed("llama"),
+            examples,
+            tmp_path,
+            cls,
+            gradient_accumulation_steps=3,
+            learning_rate=0.0,
         )
         if cls is Trainer:
             trainer.add_callback(DepthRouteCallback(trainer))
@@ -336,7 +394,11 @@ def test_the_callback_leaves_nothing_behind(tmp_path: Path) -> None:
     model.eval()
     for routing in routings_of(model):
         state = routing.state
-        assert (state.settings.recorders, state.scheduled_budget, state.scheduled_temperature) == ((), None, None)
+        assert (state.settings.recorders, state.scheduled_budget, state.scheduled_temperature) == (
+            (),
+            None,
+            None,
+        )
     fresh = build_routed("llama").train()
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(loss, fresh(**batch).loss)
@@ -367,7 +429,9 @@ def test_training_again_after_an_exception_counts_the_losses_once(tmp_path: Path
 
 
 @pytest.mark.parametrize(("family", "kind"), COVERING)
-def test_every_trainable_parameter_gets_a_gradient_and_no_base_parameter_does(family: str, kind: str) -> None:
+def test_every_trainable_parameter_gets_a_gradient_and_no_base_parameter_does(
+    family: str, kind: str
+) -> None:
     model = build_routed(family, kind).train()
     backward(model, stacked(rows(4, padding=(0, 3))))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -380,31 +444,45 @@ def test_every_trainable_parameter_gets_a_gradient_and_no_base_parameter_does(fa
         assert parameter.grad.isfinite().all() and (parameter.grad != 0).any(), name
 
 
-@pytest.mark.parametrize("fields", [{"branch": "none"}, {"gate_input": "normed"}, {"selection": "soft"}])
+@pytest.mark.parametrize(
+    "fields", [{"branch": "none"}, {"gate_input": "normed"}, {"selection": "soft"}]
+)
 @pytest.mark.parametrize("gate", GATES)
 def test_every_variant_trains_all_of_its_parameters(gate: str, fields: dict[str, Any]) -> None:
     model = build_routed("llama", gate, **fields).train()
     backward(model, stacked(rows(4, padding=(0, 3))))
     for name, parameter in model.named_parameters():
-        assert (parameter.grad is not None and bool((parameter.grad != 0).any())) is parameter.requires_grad, name
+        assert (
+            parameter.grad is not None and bool((parameter.grad != 0).any())
+        ) is parameter.requires_grad, name
 
 
 @pytest.mark.parametrize("routed", ["everything", "nothing"])
 @pytest.mark.parametrize("gate", GATES)
-def test_parameters_get_a_gradient_tensor_even_when_a_path_has_no_token(gate: str, routed: str) -> None:
+def test_parameters_get_a_gradient_tensor_even_when_a_path_has_no_token(
+    gate: str, routed: str
+) -> None:
     """What DistributedDataParallel needs: the set of parameters in the graph never depends on the decisions."""
     threshold = -1e4 if routed == "everything" else 1e4
     model = build_routed("llama", gate, selection="threshold", threshold=threshold).train()
     _, trace = backward(model, stacked(rows(2)))
     assert set(trace.full_ratio().values()) == {1.0 if routed == "everything" else 0.0}
-    assert set(gradients(model)) == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert set(gradients(model)) == {
+        name for name, p in model.named_parameters() if p.requires_grad
+    }
 
 
 @pytest.mark.parametrize(("family", "kind"), COVERING)
-def test_a_fresh_adapter_trains_and_the_base_stays_as_it_was(family: str, kind: str, tmp_path: Path) -> None:
-    model = get_depth_routed_model(build_base(family), DepthRouteConfig(layers=list(LAYERS), **KINDS[kind]))
+def test_a_fresh_adapter_trains_and_the_base_stays_as_it_was(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    model = get_depth_routed_model(
+        build_base(family), DepthRouteConfig(layers=list(LAYERS), **KINDS[kind])
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer, _ = make_trainer(model, rows(8, padding=(0, 3)), tmp_path, num_train_epochs=2, warmup_steps=0)
+    trainer, _ = make_trainer(
+        model, rows(8, padding=(0, 3)), tmp_path, num_train_epochs=2, warmup_steps=0
+    )
     trainer.train()
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, value in model.state_dict().items():
@@ -413,7 +491,9 @@ def test_a_fresh_adapter_trains_and_the_base_stays_as_it_was(family: str, kind: 
 
 
 def test_the_objective_falls_while_training(tmp_path: Path) -> None:
-    trainer, _ = make_trainer(build_routed("llama", "jepa"), rows(2) * 30, tmp_path, learning_rate=3e-3)
+    trainer, _ = make_trainer(
+        build_routed("llama", "jepa"), rows(2) * 30, tmp_path, learning_rate=3e-3
+    )
     trainer.train()
     logs = step_logs(trainer)
     assert logs[-1]["loss"] < 0.95 * logs[0]["loss"]
@@ -432,7 +512,10 @@ class KeepPlans(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for mode, kept in ((True, self.training), (False, self.inference)):
-            plans = {(p.budget, p.temperature) for p in (h.plan(mode) for h in routings_of(kwargs["model"]))}
+            plans = {
+                (p.budget, p.temperature)
+                for p in (h.plan(mode) for h in routings_of(kwargs["model"]))
+            }
             assert len(plans) == 1
             kept.append(plans.pop())
 
@@ -450,7 +533,14 @@ def test_budget_and_temperature_follow_their_schedules(tmp_path: Path) -> None:
     )
     trainer.add_callback(plans)
     trainer.train()
-    assert plans.training == [(1.0, 8.0), (0.875, 6.0), (0.75, 4.0), (0.625, 2.0), (0.5, 2.0), (0.5, 2.0)]
+    assert plans.training == [
+        (1.0, 8.0),
+        (0.875, 6.0),
+        (0.75, 4.0),
+        (0.625, 2.0),
+        (0.5, 2.0),
+        (0.5, 2.0),
+    ]
     assert plans.inference == [(0.5, 2.0)] * 6
     ratios = [entry["full_ratio/layer_2"] for entry in step_logs(trainer)]
     assert ratios == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
@@ -488,12 +578,17 @@ def expected_metrics(gate: str) -> set[str]:
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_log_entries_hold_every_term_and_the_diagnostics_of_every_layer(gate: str, tmp_path: Path) -> None:
+def test_log_entries_hold_every_term_and_the_diagnostics_of_every_layer(
+    gate: str, tmp_path: Path
+) -> None:
     trainer, _ = make_trainer(build_routed("llama", gate), rows(4), tmp_path)
     trainer.train()
     for entry in step_logs(trainer):
         assert expected_metrics(gate) <= set(entry)
-        assert all(isinstance(entry[name], float) and math.isfinite(entry[name]) for name in expected_metrics(gate))
+        assert all(
+            isinstance(entry[name], float) and math.isfinite(entry[name])
+            for name in expected_metrics(gate)
+        )
 
 
 @pytest.mark.parametrize("kind", ["trainer", "callback"])
@@ -519,7 +614,12 @@ def test_tensorboard_gets_every_term_and_diagnostic(kind: str, tmp_path: Path) -
 
 def test_terms_with_weight_zero_are_not_logged(tmp_path: Path) -> None:
     trainer, _ = make_trainer(
-        build_routed("llama", "jepa"), rows(2), tmp_path, jepa_weight=0.0, budget_weight=0.0, alive_weight=0.0
+        build_routed("llama", "jepa"),
+        rows(2),
+        tmp_path,
+        jepa_weight=0.0,
+        budget_weight=0.0,
+        alive_weight=0.0,
     )
     trainer.train()
     [entry] = step_logs(trainer)
@@ -531,7 +631,9 @@ def test_a_run_without_the_language_model_loss_trains_the_gate(tmp_path: Path) -
     trainer, kept = make_trainer(build_routed("llama"), rows(2), tmp_path, lm_weight=0.0)
     trainer.train()
     [entry] = step_logs(trainer)
-    assert entry["loss"] == pytest.approx(entry["loss_budget"] + 0.5 * entry["loss_alive"], rel=1e-6)
+    assert entry["loss"] == pytest.approx(
+        entry["loss_budget"] + 0.5 * entry["loss_alive"], rel=1e-6
+    )
     assert any((value != 0).any() for name, value in kept.steps[0].items() if "gate" in name)
 
 
@@ -566,10 +668,14 @@ def test_the_evaluation_loss_is_the_lm_loss_alone_under_the_threshold_rule(
 
 
 def test_training_leaves_tracked_thresholds_that_meet_the_budget(tmp_path: Path) -> None:
-    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=list(LAYERS), budget=0.25))
+    model = get_depth_routed_model(
+        build_base("llama"), DepthRouteConfig(layers=list(LAYERS), budget=0.25)
+    )
     assert not is_calibrated(model)
     examples = rows(2, length=16) * 20
-    trainer, _ = make_trainer(model, examples, tmp_path, learning_rate=1e-4, per_device_train_batch_size=2)
+    trainer, _ = make_trainer(
+        model, examples, tmp_path, learning_rate=1e-4, per_device_train_batch_size=2
+    )
     trainer.train()
     assert is_calibrated(model)
     model.eval()
@@ -579,7 +685,9 @@ def test_training_leaves_tracked_thresholds_that_meet_the_budget(tmp_path: Path)
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_save_model_writes_an_adapter_that_loads_to_the_same_model(gate: str, tmp_path: Path) -> None:
+def test_save_model_writes_an_adapter_that_loads_to_the_same_model(
+    gate: str, tmp_path: Path
+) -> None:
     from peft import PeftModel
 
     model = build_routed("llama", gate)
@@ -605,7 +713,9 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ["trainer", "callback"])
 @pytest.mark.parametrize("method", RESUMED)
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(method: str, kind: str, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
+    method: str, kind: str, tmp_path: Path
+) -> None:
     """Parameters, thresholds, optimizer, schedules and the logged values, with data in random order."""
     gate = "jepa" if method == "jepa" else "mlp"
     cls = DepthRouteTrainer if kind == "trainer" else Trainer
@@ -620,7 +730,9 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(method: str, kind: s
         "gradient_accumulation_steps": 2,
         "max_grad_norm": 1.0,
     }
-    schedule = RoutingArguments(budget_schedule_steps=5, temperature_start=6.0, temperature_schedule_steps=5)
+    schedule = RoutingArguments(
+        budget_schedule_steps=5, temperature_start=6.0, temperature_schedule_steps=5
+    )
 
     def run(folder: Path, resume: str | None) -> tuple[Any, Any]:
         model = build_routed("llama", gate, seed=0 if resume is None else 7, **RESUMED[method])
@@ -638,7 +750,9 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(method: str, kind: s
         torch.load(folder / "optimizer.pt", weights_only=True)
         for folder in (whole, tmp_path / "resumed" / "checkpoint-6")
     ]
-    for one, two in zip(optimizers[0]["state"].values(), optimizers[1]["state"].values(), strict=True):
+    for one, two in zip(
+        optimizers[0]["state"].values(), optimizers[1]["state"].values(), strict=True
+    ):
         assert_same_tensors(one, two)
     logs, resumed_logs = step_logs(trainer), step_logs(resumed_trainer)
     for one, two in zip(logs[3:], resumed_logs[3:], strict=True):
@@ -651,7 +765,9 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(method: str, kind: s
 
 
 @pytest.mark.parametrize(("family", "kind"), COVERING)
-def test_bfloat16_autocast_trains_with_finite_losses_and_float32_scores(family: str, kind: str, tmp_path: Path) -> None:
+def test_bfloat16_autocast_trains_with_finite_losses_and_float32_scores(
+    family: str, kind: str, tmp_path: Path
+) -> None:
     model = build_routed(family, kind)
     trainer, kept = make_trainer(model, rows(4, padding=(0, 3)), tmp_path, bf16=True)
 
@@ -660,10 +776,13 @@ def test_bfloat16_autocast_trains_with_finite_losses_and_float32_scores(family: 
     assert all(record.scores.dtype == torch.float32 for record in trace.values())
     for entry in step_logs(trainer):
         assert all(
-            math.isfinite(entry[name]) for name in (*expected_metrics("jepa" if kind == "jepa" else "mlp"), "loss")
+            math.isfinite(entry[name])
+            for name in (*expected_metrics("jepa" if kind == "jepa" else "mlp"), "loss")
         )
     for step in kept.steps:
-        assert all(value.isfinite().all() and value.dtype == torch.float32 for value in step.values())
+        assert all(
+            value.isfinite().all() and value.dtype == torch.float32 for value in step.values()
+        )
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -683,17 +802,25 @@ def test_a_bfloat16_base_trains_a_float32_adapter(gate: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("cls", [DepthRouteTrainer, Trainer])
-def test_a_model_without_an_active_adapter_is_refused_before_training(cls: type[Trainer], tmp_path: Path) -> None:
+def test_a_model_without_an_active_adapter_is_refused_before_training(
+    cls: type[Trainer], tmp_path: Path
+) -> None:
     def start(model: Any) -> None:
         trainer, _ = make_trainer(model, rows(2), tmp_path, cls)
         if cls is Trainer:
             trainer.add_callback(DepthRouteCallback(trainer))
             trainer.train()
 
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no routed layer; wrap it with get_depth_routed_model"):
+    with pytest.raises(
+        ValueError,
+        match="LlamaForCausalLM has no routed layer; wrap it with get_depth_routed_model",
+    ):
         start(build_base("llama"))
     model = build_routed("llama")
-    with model.disable_adapter(), pytest.raises(ValueError, match="no depth-routed adapter is active"):
+    with (
+        model.disable_adapter(),
+        pytest.raises(ValueError, match="no depth-routed adapter is active"),
+    ):
         start(model)
 
 
@@ -713,8 +840,12 @@ def test_a_model_without_an_active_adapter_is_refused_before_training(cls: type[
         ("temperature_schedule_steps", -5),
     ],
 )
-def test_an_argument_out_of_range_is_refused_by_name(field: str, value: float, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{'budget' if field == 'budget_start' else field}=.* must be"):
+def test_an_argument_out_of_range_is_refused_by_name(
+    field: str, value: float, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{'budget' if field == 'budget_start' else field}=.* must be"
+    ):
         training_arguments(tmp_path, **{field: value})
     with pytest.raises(ConfigError):
         DepthRouteCallback(arguments=RoutingArguments(**{field: value}))
@@ -722,12 +853,18 @@ def test_an_argument_out_of_range_is_refused_by_name(field: str, value: float, t
 
 def test_the_trainers_defaults_are_the_papers(tmp_path: Path) -> None:
     arguments = DepthRouteTrainingArguments(output_dir=str(tmp_path))
-    assert arguments.learning_rate == 2e-4 and arguments.weight_decay == 0.01 and arguments.max_grad_norm == 1.0
+    assert (
+        arguments.learning_rate == 2e-4
+        and arguments.weight_decay == 0.01
+        and arguments.max_grad_norm == 1.0
+    )
     assert arguments.lr_scheduler_type == "cosine_with_min_lr"
     assert arguments.lr_scheduler_kwargs == {"min_lr_rate": 0.01}
 
 
-def test_another_learning_rate_schedule_does_not_inherit_the_defaults_arguments(tmp_path: Path) -> None:
+def test_another_learning_rate_schedule_does_not_inherit_the_defaults_arguments(
+    tmp_path: Path,
+) -> None:
     trainer, _ = make_trainer(build_routed("llama"), rows(4), tmp_path, lr_scheduler_type="linear")
     trainer.train()
     assert step_logs(trainer)[-1]["learning_rate"] == pytest.approx(0.5e-2)
@@ -738,8 +875,12 @@ def test_routers_beside_lora_resume(tmp_path: Path) -> None:
 
     def run(folder: Path, resume: str | None = None) -> Any:
         torch.manual_seed(0)
-        lora = get_peft_model(build_base("llama"), LoraConfig(target_modules=["q_proj"]), adapter_name="tuned")
-        model = get_depth_routed_model(lora.get_base_model(), DepthRouteConfig(layers=[1, 2]), adapter_name="router")
+        lora = get_peft_model(
+            build_base("llama"), LoraConfig(target_modules=["q_proj"]), adapter_name="tuned"
+        )
+        model = get_depth_routed_model(
+            lora.get_base_model(), DepthRouteConfig(layers=[1, 2]), adapter_name="router"
+        )
         trainer, _ = make_trainer(model, rows(8), folder, save_strategy="steps", save_steps=2)
         trainer.train(resume_from_checkpoint=resume)
         return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -752,7 +893,9 @@ def test_routers_beside_lora_resume(tmp_path: Path) -> None:
 
 def test_every_training_of_model_init_trains_a_model_of_its_own(tmp_path: Path) -> None:
     trainer = DepthRouteTrainer(
-        model_init=lambda: build_routed("llama"), args=training_arguments(tmp_path), train_dataset=rows(4)
+        model_init=lambda: build_routed("llama"),
+        args=training_arguments(tmp_path),
+        train_dataset=rows(4),
     )
     states = []
     for _ in range(2):
@@ -769,8 +912,13 @@ def test_gates_that_one_training_leaves_alone_train_in_the_next(tmp_path: Path) 
     before = adapter_state(model)
     fixed.train()
     fixed.train()
-    moved = {name for name, value in adapter_state(model).items() if not torch.equal(value, before[name])}
+    moved = {
+        name for name, value in adapter_state(model).items() if not torch.equal(value, before[name])
+    }
     assert any("branch" in name for name in moved) and not any("gate" in name for name in moved)
     trainer, _ = make_trainer(model, rows(4), tmp_path, Trainer)
     trainer.train()
-    assert any("gate" in name and not torch.equal(value, before[name]) for name, value in adapter_state(model).items())
+    assert any(
+        "gate" in name and not torch.equal(value, before[name])
+        for name, value in adapter_state(model).items()
+    )

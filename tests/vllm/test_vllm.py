@@ -25,7 +25,12 @@ from hf_depthroute.adapter.files import AdapterMismatchError
 from hf_depthroute.base.families import UnsupportedModelError
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing.routing import ROUTING
-from hf_depthroute.vllm.limits import check_adapter, check_base_config, check_engine, check_request_budgets
+from hf_depthroute.vllm.limits import (
+    check_adapter,
+    check_base_config,
+    check_engine,
+    check_request_budgets,
+)
 from hf_depthroute.vllm.routings import load_routings
 from hf_depthroute.vllm.settings import Settings, settings_of, tell_apart
 from hf_depthroute_vllm import ARCHITECTURE
@@ -43,12 +48,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(saved: Path, **settings: Any) -> dict[int, Any]:
     base = saved / "base"
     files = sorted(base.glob("*.safetensors"))
-    return load_routings(Settings(str(saved / "adapter"), **settings), AutoConfig.from_pretrained(base), files)
+    return load_routings(
+        Settings(str(saved / "adapter"), **settings), AutoConfig.from_pretrained(base), files
+    )
 
 
 def test_vllm_finds_the_plugin_and_nothing_else_imports_vllm() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["entry-points"]["vllm.general_plugins"] == {"depth_route": "hf_depthroute_vllm:register"}
+    assert project["project"]["entry-points"]["vllm.general_plugins"] == {
+        "depth_route": "hf_depthroute_vllm:register"
+    }
     code = (
         "import sys, hf_depthroute_vllm; light = set(sys.modules); "
         "import hf_depthroute.vllm.routings, hf_depthroute.cli; "
@@ -59,35 +68,51 @@ def test_vllm_finds_the_plugin_and_nothing_else_imports_vllm() -> None:
 
 
 def test_the_command_line_names_base_and_adapter_wherever_it_is_typed(saved: Path) -> None:
-    ended = command_line.run("vllm-config", saved / "adapter", "--budget", "0.25", "--port", "1", "--enforce-eager")
+    ended = command_line.run(
+        "vllm-config", saved / "adapter", "--budget", "0.25", "--port", "1", "--enforce-eager"
+    )
     words = shlex.split(ended.out)
     assert (ended.code, ended.err) == (0, "")
     assert words[:3] == ["vllm", "serve", str(saved / "base")]
-    assert words[3:5] == ["--served-model-name", "adapter"] and words[-3:] == ["--port", "1", "--enforce-eager"]
+    assert words[3:5] == ["--served-model-name", "adapter"] and words[-3:] == [
+        "--port",
+        "1",
+        "--enforce-eager",
+    ]
     overrides = json.loads(words[words.index("--hf-overrides") + 1])
     assert overrides["architectures"] == [ARCHITECTURE] and overrides["auto_map"] == {}
-    assert settings_of(SimpleNamespace(**overrides)) == Settings(str(saved / "adapter"), budget=0.25)
+    assert settings_of(SimpleNamespace(**overrides)) == Settings(
+        str(saved / "adapter"), budget=0.25
+    )
 
 
 def test_generated_tokens_are_routed_where_phases_say_so(saved: Path) -> None:
     ended = command_line.run("vllm-config", saved / "adapter", "--phases", "all")
     overrides = json.loads(shlex.split(ended.out)[-1])
-    assert settings_of(SimpleNamespace(**overrides)) == Settings(str(saved / "adapter"), phases="all")
+    assert settings_of(SimpleNamespace(**overrides)) == Settings(
+        str(saved / "adapter"), phases="all"
+    )
 
 
 def test_requests_have_budgets_where_the_server_is_told_so(saved: Path) -> None:
     ended = command_line.run("vllm-config", saved / "adapter", "--request-budgets")
     overrides = json.loads(shlex.split(ended.out)[-1])
-    assert settings_of(SimpleNamespace(**overrides)) == Settings(str(saved / "adapter"), request_budgets=True)
+    assert settings_of(SimpleNamespace(**overrides)) == Settings(
+        str(saved / "adapter"), request_budgets=True
+    )
     assert settings_of(SimpleNamespace(**Settings("a").hf_overrides)).request_budgets is None
 
 
 def test_budgets_of_requests_are_refused_where_nothing_follows_them(saved: Path) -> None:
-    with pytest.raises(ConfigError, match="request_budgets=True: this adapter's threshold is fixed"):
+    with pytest.raises(
+        ConfigError, match="request_budgets=True: this adapter's threshold is fixed"
+    ):
         check_request_budgets(DepthRouteConfig(gate="linear"))
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         check_request_budgets(DepthRouteConfig(), v2_runner=True)
-    with pytest.raises(ConfigError, match="request_budgets=True: the thresholds of this adapter were never fitted"):
+    with pytest.raises(
+        ConfigError, match="request_budgets=True: the thresholds of this adapter were never fitted"
+    ):
         base = AutoModelForCausalLM.from_pretrained(saved / "base")
         get_depth_routed_model(base, DepthRouteConfig()).save_pretrained(saved / "untrained")
         files = sorted((saved / "base").glob("*.safetensors"))
@@ -101,22 +126,32 @@ def test_budgets_of_requests_are_refused_where_nothing_follows_them(saved: Path)
         (["serve", "--request-budgets"], "--request-budgets goes with --engine vllm"),
         (["vllm-config", "--budget", "0"], "budget=0.0"),
         (["vllm-config", "--phases", "decode"], "phases='decode'"),
-        (["vllm-config", "--hf-overrides", "{}"], "--hf-overrides cannot be given: the adapter is in it"),
+        (
+            ["vllm-config", "--hf-overrides", "{}"],
+            "--hf-overrides cannot be given: the adapter is in it",
+        ),
         (["vllm-config", "--hf-overrides={}"], "--hf-overrides cannot be given"),
         (["serve", "--engine", "other"], "--engine other: use one of: transformers, vllm"),
         (["serve", "--engine", "vllm", "--max-requests", "3"], "for vLLM, pass --max-num-seqs"),
-        (["serve", "--engine", "vllm", "--trust-remote-code"], "--trust-remote-code is not supported"),
+        (
+            ["serve", "--engine", "vllm", "--trust-remote-code"],
+            "--trust-remote-code is not supported",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_command_that_cannot_serve_says_so_in_one_line(saved: Path, words: list[str], said: str) -> None:
+def test_a_command_that_cannot_serve_says_so_in_one_line(
+    saved: Path, words: list[str], said: str
+) -> None:
     command, *options = words
     ended = command_line.run(command, saved / "adapter", *options)
     assert ended.code == 2
     assert said in ended.error
 
 
-def test_serve_without_vllm_says_what_to_install(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_without_vllm_says_what_to_install(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     ended = command_line.run("serve", saved / "adapter", "--engine", "vllm")
     assert ended.code == 2 and "pip install vllm" in ended.err.splitlines()[-1]
@@ -140,7 +175,9 @@ def test_an_adapter_that_would_give_other_tokens_is_refused(field: str) -> None:
 
 @pytest.mark.parametrize("target", ["attention", "experts"])
 def test_a_target_is_refused_with_its_reason(target: str) -> None:
-    with pytest.raises(ConfigError, match=rf"target='{target}' is not served by vLLM: (vLLM|the attention)"):
+    with pytest.raises(
+        ConfigError, match=rf"target='{target}' is not served by vLLM: (vLLM|the attention)"
+    ):
         check_adapter(DepthRouteConfig(target=target))
 
 
@@ -211,7 +248,9 @@ def engine(**changed: Any) -> Any:
 )
 def test_an_engine_that_would_give_other_tokens_is_refused(name: str, value: Any) -> None:
     check_engine(engine())
-    with pytest.raises(ConfigError, match=r"^--[a-z-]+.* is not supported with a depth-routed adapter: ") as refused:
+    with pytest.raises(
+        ConfigError, match=r"^--[a-z-]+.* is not supported with a depth-routed adapter: "
+    ) as refused:
         check_engine(engine(**{name: value}))
     assert "\n" not in str(refused.value)
 
@@ -245,7 +284,11 @@ def test_another_save_into_the_folder_is_another_model_to_the_cache_of_vllm(save
 def test_routings_are_what_peft_loads_whatever_the_default_dtype_and_mode(saved: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(saved / "base")
     model = PeftModel.from_pretrained(base, str(saved / "adapter")).eval()
-    expected = {index: layer.routing for index, layer in enumerate(decoder_layers(model)) if ROUTING in layer._modules}
+    expected = {
+        index: layer.routing
+        for index, layer in enumerate(decoder_layers(model))
+        if ROUTING in layer._modules
+    }
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.inference_mode(), torch.device("meta"):
@@ -256,12 +299,16 @@ def test_routings_are_what_peft_loads_whatever_the_default_dtype_and_mode(saved:
     assert routings.keys() == expected.keys()
     x = torch.randn(1, 7, 32)
     for index, routing in routings.items():
-        for (name, here), (other, there) in zip(routing.state_dict().items(), expected[index].state_dict().items()):
+        for (name, here), (other, there) in zip(
+            routing.state_dict().items(), expected[index].state_dict().items()
+        ):
             assert name == other and torch.equal(here, there) and here.dtype == there.dtype, name
         assert not any(p.requires_grad or p.is_inference() for p in routing.parameters())
         plans = [one.plan(False, (1, 7)) for one in (routing, expected[index])]
         assert torch.equal(plans[0].threshold, plans[1].threshold)
-        assert torch.equal(routing.score(plans[0], x)["scores"], expected[index].score(plans[1], x)["scores"])
+        assert torch.equal(
+            routing.score(plans[0], x)["scores"], expected[index].score(plans[1], x)["scores"]
+        )
 
 
 def test_the_budget_is_set_as_set_budget_sets_it(saved: Path) -> None:
@@ -270,16 +317,22 @@ def test_the_budget_is_set_as_set_budget_sets_it(saved: Path) -> None:
     set_budget(model, 0.25)
     for index, routing in load(saved, budget=0.25).items():
         expected = decoder_layers(model)[index].routing
-        assert torch.equal(routing.plan(False, (1, 1)).threshold, expected.plan(False, (1, 1)).threshold)
+        assert torch.equal(
+            routing.plan(False, (1, 1)).threshold, expected.plan(False, (1, 1)).threshold
+        )
     with pytest.raises(ConfigError, match=r"budget=1\.5"):
         load(saved, budget=1.5)
 
 
-def test_another_base_is_refused_by_its_files_before_they_are_loaded(saved: Path, tmp_path: Path) -> None:
+def test_another_base_is_refused_by_its_files_before_they_are_loaded(
+    saved: Path, tmp_path: Path
+) -> None:
     other = save_base(tmp_path / "base")
     build_base("llama", seed=7).save_pretrained(other)
     (tmp_path / "adapter").symlink_to(saved / "adapter")
-    with pytest.raises(AdapterMismatchError, match=r"made for another base model: .* sampled weights differ"):
+    with pytest.raises(
+        AdapterMismatchError, match=r"made for another base model: .* sampled weights differ"
+    ):
         load(tmp_path)
 
 

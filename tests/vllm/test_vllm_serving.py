@@ -46,24 +46,41 @@ Answer = dict[str, Any]
 
 def prompts(vocabulary: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [
+        torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
 
 
 @torch.no_grad()
 def generated(model: Any, given: list[list[int]]) -> list[list[int]]:
     """What `generate` continues each prompt with, one after the other."""
-    how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    outputs = [model.generate(input_ids=torch.tensor([prompt]), eos_token_id=None, **how) for prompt in given]
+    how = {
+        "max_new_tokens": NEW_TOKENS,
+        "min_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    outputs = [
+        model.generate(input_ids=torch.tensor([prompt]), eos_token_id=None, **how)
+        for prompt in given
+    ]
     return [output[0, len(prompt) :].tolist() for output, prompt in zip(outputs, given)]
 
 
-def run_worker(folder: Path, engines: list[dict[str, Any]], **environment: str) -> subprocess.CompletedProcess[str]:
+def run_worker(
+    folder: Path, engines: list[dict[str, Any]], **environment: str
+) -> subprocess.CompletedProcess[str]:
     """`vllm_worker.py`, whose answer is `answer.json`."""
     request, answer = folder / "request.json", folder / "answer.json"
     answer.unlink(missing_ok=True)
     request.write_text(json.dumps(engines))
     worker = [sys.executable, str(HELPERS / "vllm_worker.py"), str(request), str(answer)]
-    how: dict[str, Any] = {"capture_output": True, "text": True, "cwd": folder, "env": os.environ | environment}
+    how: dict[str, Any] = {
+        "capture_output": True,
+        "text": True,
+        "cwd": folder,
+        "env": os.environ | environment,
+    }
     return subprocess.run(worker, timeout=SLOW * len(engines), **how)
 
 
@@ -78,7 +95,9 @@ def serve(folder: Path, engines: list[dict[str, Any]]) -> list[Answer]:
 class Case:
     """A base, an adapter, and what `generate` says with and without it."""
 
-    def __init__(self, folder: Path, base: Path, model: PeftModel, given: list[list[int]] | None = None) -> None:
+    def __init__(
+        self, folder: Path, base: Path, model: PeftModel, given: list[list[int]] | None = None
+    ) -> None:
         self.folder, self.base, self.adapter = folder, base, folder / "adapter"
         model.save_pretrained(self.adapter)
         self.prompts = given or prompts(model.config.vocab_size)
@@ -88,7 +107,12 @@ class Case:
 
     def engine(self, passes: list[Any], options: dict[str, Any], **settings: Any) -> dict[str, Any]:
         adapter = {"adapter": str(self.adapter), **settings}
-        fields = {"model": str(self.base), "adapter": adapter, "passes": passes, "new_tokens": NEW_TOKENS}
+        fields = {
+            "model": str(self.base),
+            "adapter": adapter,
+            "passes": passes,
+            "new_tokens": NEW_TOKENS,
+        }
         return {**fields, "options": {"enforce_eager": True} | options}
 
     @property
@@ -152,7 +176,9 @@ def test_the_rows_that_enter_an_mlp_are_those_that_were_chosen(llama: Case, eage
 
 def test_no_row_enters_the_mlp_of_a_static_layer(tmp_path: Path) -> None:
     case = calibrated_llama(tmp_path, static_layers=[2])
-    (answer,) = serve(case.folder, [case.engine([case.together, case.alone], {"enable_prefix_caching": False})])
+    (answer,) = serve(
+        case.folder, [case.engine([case.together, case.alone], {"enable_prefix_caching": False})]
+    )
     case.check(answer)
     (entered,), (counted,) = answer["entered"], answer["counted"]
     assert entered.get("2", 0) == counted["2"][0] == 0 < counted["2"][1]
@@ -160,7 +186,9 @@ def test_no_row_enters_the_mlp_of_a_static_layer(tmp_path: Path) -> None:
 
 def test_chunked_prompts_and_cached_prefixes_change_nothing(llama: Case) -> None:
     options = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
-    (answer,) = serve(llama.folder, [llama.engine([llama.together, llama.together, llama.alone], options)])
+    (answer,) = serve(
+        llama.folder, [llama.engine([llama.together, llama.together, llama.alone], options)]
+    )
     llama.check(answer)
     assert answer["cached"] > 500
 
@@ -204,13 +232,17 @@ def test_prompts_alone_are_routed_where_phases_say_so(llama: Case) -> None:
     expected = generated(model, llama.prompts)
     assert expected not in (llama.expected, llama.dense)
     options = {"enable_prefix_caching": False, "max_num_batched_tokens": 2048}
-    (answer,) = serve(llama.folder, [llama.engine([llama.together, llama.alone], options, phases="prefill")])
+    (answer,) = serve(
+        llama.folder, [llama.engine([llama.together, llama.alone], options, phases="prefill")]
+    )
     for calls in answer["tokens"]:
         assert [tokens for call in calls for tokens in call] == expected
     (entered,), (counted,) = answer["entered"], answer["counted"]
     generated_rows = 2 * len(llama.prompts) * NEW_TOKENS  # with the last one of each prompt
     for index, (full, rows) in counted.items():
-        assert generated_rows < full == entered[index] < generated_rows + 0.8 * (rows - generated_rows)
+        assert (
+            generated_rows < full == entered[index] < generated_rows + 0.8 * (rows - generated_rows)
+        )
 
 
 def fitted_for_prompts(base: Any, folder: Path, place: Path, **fields: Any) -> Case:
@@ -223,7 +255,9 @@ def fitted_for_prompts(base: Any, folder: Path, place: Path, **fields: Any) -> C
     generator = torch.Generator().manual_seed(0)
     for routing in routings_of(model):
         branch: Any = routing.depth_route_branch["default"]
-        branch.down.weight.data.copy_(0.05 * torch.randn(branch.down.weight.shape, generator=generator))
+        branch.down.weight.data.copy_(
+            0.05 * torch.randn(branch.down.weight.shape, generator=generator)
+        )
         if routing.layer_index == 3:
             branch.choose(torch.rand(routing.ffn_width, generator=generator))
     return Case(folder, place, model)
@@ -234,7 +268,9 @@ def fitted_for_prompts(base: Any, folder: Path, place: Path, **fields: Any) -> C
     [{}, {"enforce_eager": False}, {"tensor_parallel_size": 2}],
     ids=["eager", "compiled", "two processes"],
 )
-def test_a_fit_for_prompts_is_served_as_generate_has_it(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_fit_for_prompts_is_served_as_generate_has_it(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     """Attention is computed for every row; the rows that enter a routed FFN are those that run it.
 
     Layer 2 skips its attention alone: its FFN is none of the operator's, and a compiler takes its hook away.
@@ -247,12 +283,19 @@ def test_a_fit_for_prompts_is_served_as_generate_has_it(options: dict[str, Any],
     rows = 2 * sum(len(prompt) + NEW_TOKENS - 1 for prompt in case.prompts)
     in_full = 2 * sum(min(len(prompt), 4) + NEW_TOKENS - 1 for prompt in case.prompts)
     counted = answer["counted"][0]
-    assert {index: tuple(found) for index, found in counted.items()} == dict.fromkeys("123", (in_full, rows))
+    assert {index: tuple(found) for index, found in counted.items()} == dict.fromkeys(
+        "123", (in_full, rows)
+    )
     for entered in answer["entered"]:
         assert entered["1"] == entered["3"] == in_full
 
 
-FLEXIDEPTH = {"gate": "bottleneck", "branch": "swiglu", "selection": "threshold", "threshold": "budget"}
+FLEXIDEPTH = {
+    "gate": "bottleneck",
+    "branch": "swiglu",
+    "selection": "threshold",
+    "threshold": "budget",
+}
 
 
 @pytest.mark.parametrize(
@@ -262,7 +305,9 @@ FLEXIDEPTH = {"gate": "bottleneck", "branch": "swiglu", "selection": "threshold"
 )
 def test_whole_blocks_are_served(fields: dict[str, Any], tmp_path: Path) -> None:
     case = calibrated_llama(tmp_path, target="block", **fields)
-    (answer,) = serve(tmp_path, [case.engine([case.together, case.alone], {"enable_prefix_caching": False})])
+    (answer,) = serve(
+        tmp_path, [case.engine([case.together, case.alone], {"enable_prefix_caching": False})]
+    )
     case.check(answer)
     (entered,), (counted,) = answer["entered"], answer["counted"]
     assert entered == {index: full for index, (full, _) in counted.items()}
@@ -303,7 +348,9 @@ def test_requests_of_other_budgets_in_one_batch_are_those_alone(
 ) -> None:
     expected = expected_at(llama, settings.get("phases", "all"), settings.get("budget"))
     engine = llama.engine([llama.together, llama.alone], options, request_budgets=True, **settings)
-    engine["budgets"] = [(prompt, OWN[index % len(OWN)]) for index, prompt in enumerate(llama.prompts)]
+    engine["budgets"] = [
+        (prompt, OWN[index % len(OWN)]) for index, prompt in enumerate(llama.prompts)
+    ]
     (answer,) = serve(llama.folder, [engine])
     for calls in answer["tokens"]:
         assert [tokens for call in calls for tokens in call] == expected
@@ -345,7 +392,9 @@ def test_what_is_not_exact_is_refused_before_a_process_starts(llama: Case) -> No
 
 def post(port: int, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
         found: dict[str, Any] = json.load(answer)
@@ -362,11 +411,35 @@ def get(port: int, path: str) -> str:
 def server(case: Case, log: Path, *more: str) -> Iterator[int]:
     """The port of a server, which ends on SIGTERM."""
     port = free_port()
-    options = ["--port", str(port), "--dtype", "float32", "--max-model-len", "512", "--enforce-eager", *more]
-    command = [sys.executable, "-m", "hf_depthroute", "serve", str(case.adapter), "--engine", "vllm", *options]
-    variables = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    options = [
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+        "--enforce-eager",
+        *more,
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_depthroute",
+        "serve",
+        str(case.adapter),
+        "--engine",
+        "vllm",
+        *options,
+    ]
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | variables, cwd=log.parent)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=os.environ | variables, cwd=log.parent
+        )
     try:
         for _ in range(SLOW):
             with contextlib.suppress(OSError):
@@ -383,7 +456,13 @@ def server(case: Case, log: Path, *more: str) -> Iterator[int]:
 
 
 def complete(port: int, prompt: list[int], budget: float | None = None) -> list[int]:
-    body = {"model": "adapter", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": "adapter",
+        "prompt": prompt,
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     if budget is not None:
         body["vllm_xargs"] = {"depth_route_budget": budget}
     tokens: list[int] = post(port, body | {"return_token_ids": True})["choices"][0]["token_ids"]
@@ -392,7 +471,9 @@ def complete(port: int, prompt: list[int], budget: float | None = None) -> list[
 
 def rows_counted(port: int) -> dict[str, float]:
     """Rows of every routed layer, as the Prometheus endpoint has them; none before the first count."""
-    found = re.findall(r'^depthroute:rows_total\{layer="(\d)"\} (\S+)', get(port, "/metrics"), re.MULTILINE)
+    found = re.findall(
+        r'^depthroute:rows_total\{layer="(\d)"\} (\S+)', get(port, "/metrics"), re.MULTILINE
+    )
     return {layer: float(rows) for layer, rows in found}
 
 
@@ -413,13 +494,19 @@ def test_two_data_parallel_copies_answer_alike(llama: Case, tmp_path: Path) -> N
     """vLLM shares requests out between them; each says what it ran."""
     with server(llama, tmp_path / "log", "--data-parallel-size", "2") as port:
         with ThreadPoolExecutor(len(llama.prompts)) as clients:
-            assert list(clients.map(lambda prompt: complete(port, prompt), llama.prompts)) == llama.expected
+            assert (
+                list(clients.map(lambda prompt: complete(port, prompt), llama.prompts))
+                == llama.expected
+            )
         for _ in range(30):
             with ThreadPoolExecutor(2) as clients:
                 assert (
-                    list(clients.map(lambda _: complete(port, llama.prompts[7]), range(2))) == [llama.expected[7]] * 2
+                    list(clients.map(lambda _: complete(port, llama.prompts[7]), range(2)))
+                    == [llama.expected[7]] * 2
                 )
-            copies = set(re.findall(r"Worker pid=(\d+).*Depth routing: ", (tmp_path / "log").read_text()))
+            copies = set(
+                re.findall(r"Worker pid=(\d+).*Depth routing: ", (tmp_path / "log").read_text())
+            )
             if len(copies) == 2:
                 break
             time.sleep(1)
@@ -433,7 +520,12 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _LAYERS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-_GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 32, "layer_types": _LAYERS, "sliding_window": 16}
+_GEMMA: dict[str, Any] = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "layer_types": _LAYERS,
+    "sliding_window": 16,
+}
 _GEMMA["tie_word_embeddings"] = False  # tied and random, it says one word over and over
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -474,7 +566,9 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_continues_as_generate_does(family: str, families: dict[str, tuple[Case, Answer]]) -> None:
+def test_a_family_continues_as_generate_does(
+    family: str, families: dict[str, tuple[Case, Answer]]
+) -> None:
     case, answer = families[family]
     case.check(answer)
     (entered,), (counted,) = answer["entered"], answer["counted"]
@@ -509,7 +603,9 @@ def with_wide_heads(model: Any) -> Any:
                 (HEAD / narrow) ** 0.5 if kind == "q_proj" else 1
             )
         elif kind == "o_proj":
-            held[name].zero_().view(value.shape[0], -1, HEAD)[..., place] = value.view(value.shape[0], -1, narrow)
+            held[name].zero_().view(value.shape[0], -1, HEAD)[..., place] = value.view(
+                value.shape[0], -1, narrow
+            )
         else:
             held[name].copy_(value)
     return wide
@@ -520,7 +616,10 @@ def test_a_pretrained_model_tells_the_story_that_generate_tells(tmp_path: Path) 
     """Fitted on stories; the prompts are beginnings of others."""
     from transformers import AutoTokenizer
 
-    base, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES), AutoTokenizer.from_pretrained(STORIES)
+    base, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(STORIES),
+        AutoTokenizer.from_pretrained(STORIES),
+    )
     wide = with_wide_heads(base)
     lines = (STORIES.parent / "stories.txt").read_text(encoding="utf-8").splitlines()
     ids = [tokenizer(line)["input_ids"] for line in lines[:80] + lines[-200:]]
@@ -528,7 +627,9 @@ def test_a_pretrained_model_tells_the_story_that_generate_tells(tmp_path: Path) 
     torch.testing.assert_close(wide(text[:4]).logits, base(text[:4]).logits, rtol=1e-4, atol=1e-4)
     wide.save_pretrained(tmp_path / "base")
     model = fit_router(wide, [{"input_ids": part} for part in text[:64].split(8)], keep=0.6)
-    starts = [next(row for row in reversed(ids) if len(row) >= length)[:length] for length in LENGTHS]
+    starts = [
+        next(row for row in reversed(ids) if len(row) >= length)[:length] for length in LENGTHS
+    ]
     case = Case(tmp_path, tmp_path / "base", model, starts)
     (answer,) = serve(tmp_path, [case.engine([case.together, case.alone], {})])
     case.check(answer)

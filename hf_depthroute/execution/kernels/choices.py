@@ -57,13 +57,36 @@ _TABLES: dict[str, tuple[Choice, ...]] = {
         _tile(128, 256, 64, 8, 4),
         _tile(128, 128, 64, 4, 4),
     ),
-    "gate_up, one tile": (_tile(64, 32, 128, 4, 3), _tile(64, 64, 64, 4, 4), _tile(64, 64, 128, 4, 3)),
-    "project, one tile": (_tile(64, 32, 128, 4, 4), _tile(64, 32, 256, 4, 3), _tile(64, 64, 128, 4, 4)),
-    "gate_up, one row": (_strip(8, 512, 4, 2), _strip(4, 1024, 4, 2), _strip(8, 512, 4, 3), _strip(8, 1024, 8, 2)),
-    "project, one row": (_strip(8, 1024, 4, 2), _strip(8, 1024, 4, 3), _strip(4, 2048, 4, 2), _strip(8, 2048, 8, 2)),
+    "gate_up, one tile": (
+        _tile(64, 32, 128, 4, 3),
+        _tile(64, 64, 64, 4, 4),
+        _tile(64, 64, 128, 4, 3),
+    ),
+    "project, one tile": (
+        _tile(64, 32, 128, 4, 4),
+        _tile(64, 32, 256, 4, 3),
+        _tile(64, 64, 128, 4, 4),
+    ),
+    "gate_up, one row": (
+        _strip(8, 512, 4, 2),
+        _strip(4, 1024, 4, 2),
+        _strip(8, 512, 4, 3),
+        _strip(8, 1024, 8, 2),
+    ),
+    "project, one row": (
+        _strip(8, 1024, 4, 2),
+        _strip(8, 1024, 4, 3),
+        _strip(4, 2048, 4, 2),
+        _strip(8, 2048, 8, 2),
+    ),
     "gate_up, few rows": (_strip(32, 128, 4, 3), _strip(16, 256, 4, 3), _strip(32, 256, 4, 3)),
     "project, few rows": (_strip(16, 256, 4, 4), _strip(32, 256, 4, 3), _strip(16, 512, 4, 3)),
-    "attend_many": (_queries(128, 64, 8, 3), _queries(128, 128, 8, 2), _queries(128, 64, 4, 3), _queries(64, 64, 4, 3)),
+    "attend_many": (
+        _queries(128, 64, 8, 3),
+        _queries(128, 128, 8, 2),
+        _queries(128, 64, 4, 3),
+        _queries(64, 64, 4, 3),
+    ),
     "attend_few": (_queries(16, 64, 4, 3), _queries(16, 128, 4, 3), _queries(16, 128, 8, 2)),
 }
 # Float32 takes twice the shared memory and has no fast tensor cores for exact products: one small tile for each.
@@ -82,7 +105,9 @@ _FLOAT32: dict[str, Choice] = {
 _chosen: dict[Hashable, Choice] = {}
 
 
-def choose(kernel: str, shape: Hashable, dtype: torch.dtype, prepare: Callable[[], Trial]) -> Choice:
+def choose(
+    kernel: str, shape: Hashable, dtype: torch.dtype, prepare: Callable[[], Trial]
+) -> Choice:
     """The row of `kernel`'s table to run at `shape`; `prepare` makes inputs for a trial, which launches it with one."""
     if dtype == torch.float32:
         return _FLOAT32[kernel]

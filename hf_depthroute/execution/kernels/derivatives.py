@@ -26,12 +26,17 @@ def through(dense: Callable[..., Tensor]) -> Callable[..., tuple[Tensor | None, 
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [number for number, needs in enumerate(ctx.needs_input_grad) if needs]
-        inputs = [other if kept is None else kept.detach() for kept, other in zip(ctx.saved_tensors, ctx.others)]
+        inputs = [
+            other if kept is None else kept.detach()
+            for kept, other in zip(ctx.saved_tensors, ctx.others)
+        ]
         with torch.enable_grad():
             for number in wanted:
                 inputs[number].requires_grad_()
             out = dense(*inputs)
-            found = dict(zip(wanted, torch.autograd.grad(out, [inputs[number] for number in wanted], grad)))
+            found = dict(
+                zip(wanted, torch.autograd.grad(out, [inputs[number] for number in wanted], grad))
+            )
         return tuple(found.get(number) for number in range(len(inputs)))
 
     return backward
@@ -43,16 +48,30 @@ def linear(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def swiglu(
-    stream: Tensor, x: Tensor, mask: Tensor, scale: Tensor | None, w_gate: Tensor, w_up: Tensor, w_down: Tensor
+    stream: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    scale: Tensor | None,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
 ) -> Tensor:
     """`ops.swiglu_rows`, for every row."""
     x = _chosen(x, mask)
     update = F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
-    return stream + (update if scale is None else update * _chosen(scale[:, None], mask).to(update.dtype))
+    return stream + (
+        update if scale is None else update * _chosen(scale[:, None], mask).to(update.dtype)
+    )
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, allowed: Tensor | None, past: int, scaling: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    allowed: Tensor | None,
+    past: int,
+    scaling: float,
 ) -> Tensor:
     """`ops.attend_rows`, for every query, in float32."""
     # [B, G, H/G, T, k]

@@ -30,11 +30,19 @@ def linear(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     """See `ops.linear_rows`."""
     if not len(x) or not _supported(x, weight):
         return plain.linear(x, mask, weight, bias)
-    return _multiply(x.contiguous(), _rows(mask), weight, x.new_zeros(len(x), len(weight)), bias=bias)
+    return _multiply(
+        x.contiguous(), _rows(mask), weight, x.new_zeros(len(x), len(weight)), bias=bias
+    )
 
 
 def swiglu(
-    stream: Tensor, x: Tensor, mask: Tensor, scale: Tensor | None, w_gate: Tensor, w_up: Tensor, w_down: Tensor
+    stream: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    scale: Tensor | None,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
 ) -> Tensor:
     """See `ops.swiglu_rows`."""
     if not len(x) or not _supported(stream, x, w_gate, w_up, w_down):
@@ -53,7 +61,13 @@ def swiglu(
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, allowed: Tensor | None, past: int, scaling: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    allowed: Tensor | None,
+    past: int,
+    scaling: float,
 ) -> Tensor:
     """See `ops.attend_rows`."""
     if not q.numel() or q.shape[-1] > 256 or not _supported(q, keys, values):
@@ -75,13 +89,23 @@ def attend(
         strides = (allowed.stride(0) if len(allowed) > 1 else 0, allowed.stride(2))
     numbers = (keys.shape[2], past, scaling * math.log2(math.e), *keys.stride()[:3], *strides)
     width = triton.next_power_of_2(max(16, q.shape[-1]))
-    heads = {"HEADS": q.shape[2], "GROUPS": keys.shape[1], "HEAD": q.shape[3], "BLOCK_D": width, "TABLE": table}
+    heads = {
+        "HEADS": q.shape[2],
+        "GROUPS": keys.shape[1],
+        "HEAD": q.shape[3],
+        "BLOCK_D": width,
+        "TABLE": table,
+    }
     few = q.shape[1] * (q.shape[2] // keys.shape[1]) <= _MOST_QUERIES
-    return (_attend_few if few else _attend_many)(q.contiguous(), keys, values, _bytes(mask), allowed, numbers, heads)
+    return (_attend_few if few else _attend_many)(
+        q.contiguous(), keys, values, _bytes(mask), allowed, numbers, heads
+    )
 
 
 def _supported(*tensors: Tensor) -> bool:
-    return tensors[0].dtype in _DTYPES and all(tensor.dtype == tensors[0].dtype for tensor in tensors)
+    return tensors[0].dtype in _DTYPES and all(
+        tensor.dtype == tensors[0].dtype for tensor in tensors
+    )
 
 
 def _bytes(mask: Tensor) -> Tensor:
@@ -130,7 +154,11 @@ def _multiply(
         columns = triton.cdiv(len(weight), choice.blocks["BLOCK_N"])
         if few:
             rows.multiply_few[(columns,)](
-                *arguments, N=number, BLOCK_M=1 if number == 1 else _FEW, **sizes, **choice.options()
+                *arguments,
+                N=number,
+                BLOCK_M=1 if number == 1 else _FEW,
+                **sizes,
+                **choice.options(),
             )
         else:
             grid = (triton.cdiv(number, choice.blocks["BLOCK_M"]) * columns,)
@@ -155,7 +183,9 @@ def _multiply(
     else:
         kind = ""
     key = (*weight.shape, number if few else triton.next_power_of_2(max(64, number)))
-    launch(choose(("project" if up is None else "gate_up") + kind, key, x.dtype, prepare), chosen, out)
+    launch(
+        choose(("project" if up is None else "gate_up") + kind, key, x.dtype, prepare), chosen, out
+    )
     return out
 
 
@@ -175,7 +205,13 @@ def _attend_many(
         assert allowed is not None
         bounds = mask.new_empty(len(allowed), length, 3, dtype=torch.int32)
         queries.visible_range[(length, len(allowed))](
-            allowed, bounds, allowed.shape[-1], allowed.stride(0), allowed.stride(2), length, BLOCK=1024
+            allowed,
+            bounds,
+            allowed.shape[-1],
+            allowed.stride(0),
+            allowed.stride(2),
+            length,
+            BLOCK=1024,
         )
 
     def launch(choice: Choice, chosen: Rows, out: Tensor) -> None:
@@ -213,7 +249,10 @@ def _attend_few(
     sizes = {**heads, "T": length, "SPLITS": splits, "BLOCK_M": tile}
     parts: list[Any] = [None, None, None]
     if splits > 1:
-        parts = [q.new_empty(pairs * splits * tile * width, dtype=torch.float32) for width in (heads["BLOCK_D"], 1, 1)]
+        parts = [
+            q.new_empty(pairs * splits * tile * width, dtype=torch.float32)
+            for width in (heads["BLOCK_D"], 1, 1)
+        ]
 
     def launch(choice: Choice, mask: Tensor) -> None:
         queries.attend_few[(pairs, splits)](

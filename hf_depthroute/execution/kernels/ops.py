@@ -40,7 +40,13 @@ def linear_rows(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 @torch.library.custom_op("hf_depthroute::swiglu_rows", mutates_args=())
 def swiglu_rows(
-    stream: Tensor, x: Tensor, mask: Tensor, scale: Tensor | None, w_gate: Tensor, w_up: Tensor, w_down: Tensor
+    stream: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    scale: Tensor | None,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
 ) -> Tensor:
     """`stream + scale * W_down (SiLU(W_gate x) * W_up x)` at the rows in `mask`, `stream` at the others.
 
@@ -61,7 +67,13 @@ def swiglu_rows(
 
 @torch.library.custom_op("hf_depthroute::attend_rows", mutates_args=())
 def attend_rows(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, allowed: Tensor | None, past: int, scaling: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    allowed: Tensor | None,
+    past: int,
+    scaling: float,
 ) -> Tensor:
     """Softmax attention of the queries in `mask`, zeros at the others; query heads share key-value heads in order.
 
@@ -107,4 +119,6 @@ def _(like: Tensor, *_: Any) -> Tensor:
 
 for op, name in ((linear_rows, "linear"), (swiglu_rows, "swiglu"), (attend_rows, "attend")):
     op.register_kernel("cuda")(lambda *inputs, name=name: getattr(_on_cuda(), name)(*inputs))
-    op.register_autograd(derivatives.through(getattr(derivatives, name)), setup_context=derivatives.keep)
+    op.register_autograd(
+        derivatives.through(getattr(derivatives, name)), setup_context=derivatives.keep
+    )

@@ -27,7 +27,13 @@ def linear(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def swiglu(
-    stream: Tensor, x: Tensor, mask: Tensor, scale: Tensor | None, w_gate: Tensor, w_up: Tensor, w_down: Tensor
+    stream: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    scale: Tensor | None,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
 ) -> Tensor:
     """See `ops.swiglu_rows`."""
     index = mask.nonzero().squeeze(-1)  # [F]
@@ -47,7 +53,13 @@ def swiglu(
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, allowed: Tensor | None, past: int, scaling: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    allowed: Tensor | None,
+    past: int,
+    scaling: float,
 ) -> Tensor:
     """See `ops.attend_rows`."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -62,12 +74,18 @@ def attend(
         else:
             # A slice of the queries sees no more keys than its last one needs.
             parts = [
-                (part, None if int(part[0]) == int(part[-1]) else _causal(part, past), past + int(part[-1]) + 1)
+                (
+                    part,
+                    None if int(part[0]) == int(part[-1]) else _causal(part, past),
+                    past + int(part[-1]) + 1,
+                )
                 for part in time_F.split(_CAUSAL_SLICE)
                 if part.numel()
             ]
         for time, seen, length in parts:
-            out[b, time] = _attention(q[b, time], keys[b, :, :length], values[b, :, :length], seen, scaling)
+            out[b, time] = _attention(
+                q[b, time], keys[b, :, :length], values[b, :, :length], seen, scaling
+            )
     return out
 
 
@@ -76,7 +94,9 @@ def _causal(time_F: Tensor, past: int) -> Tensor:
     return torch.arange(past + int(time_F[-1]) + 1, device=time_F.device) <= past + time_F[:, None]
 
 
-def _attention(q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None, scaling: float) -> Tensor:
+def _attention(
+    q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None, scaling: float
+) -> Tensor:
     """Queries `[F, H, k]` of one sequence against its keys `[G, S, k]`: `[F, H, k]`."""
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],

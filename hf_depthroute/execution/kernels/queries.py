@@ -60,13 +60,17 @@ def _absorb(
         at = start + lanes
         inside = (at < end) | (COMPARE == 0)
         place = at.to(tl.int64) * stride_s
-        k = tl.load(keys + place[None, :] + d[:, None], mask=inside[None, :] & wide[:, None], other=0.0)
+        k = tl.load(
+            keys + place[None, :] + d[:, None], mask=inside[None, :] & wide[:, None], other=0.0
+        )
         scores = tl.dot(q, k, input_precision=PRECISION) * scaling
         if TABLE == 1:
             seen = tl.load(table[:, None] + at[None, :], mask=inside[None, :], other=0) != 0
             scores = tl.where(seen, scores, float("-inf"))
         elif TABLE == 2:
-            added = tl.load(table[:, None] + at[None, :], mask=inside[None, :], other=float("-inf")).to(tl.float32)
+            added = tl.load(
+                table[:, None] + at[None, :], mask=inside[None, :], other=float("-inf")
+            ).to(tl.float32)
             scores += added * 1.4426950408889634
         elif COMPARE:
             seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
@@ -77,7 +81,9 @@ def _absorb(
         probs = tl.exp2(scores - finite[:, None])
         fade = tl.exp2(peak - finite)
         norm = norm * fade + tl.sum(probs, axis=1)
-        v = tl.load(values + place[:, None] + d[None, :], mask=inside[:, None] & wide[None, :], other=0.0)
+        v = tl.load(
+            values + place[:, None] + d[None, :], mask=inside[:, None] & wide[None, :], other=0.0
+        )
         acc = tl.dot(probs.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         peak = raised
     return acc, norm, peak
@@ -136,7 +142,9 @@ def attend_many(
         end = tl.max(highest, axis=0)
         # Between them every query of the tile sees every key, where there is no gap.
         inner_begin = begin + tl.cdiv(tl.max(lowest, axis=0) - begin, BLOCK_N) * BLOCK_N
-        inner_end = inner_begin + tl.maximum(tl.min(highest, axis=0) - inner_begin, 0) // BLOCK_N * BLOCK_N
+        inner_end = (
+            inner_begin + tl.maximum(tl.min(highest, axis=0) - inner_begin, 0) // BLOCK_N * BLOCK_N
+        )
         if TABLE == 1:  # noqa: SIM102 (a constant; what follows is known on the device only)
             if gaps != 0:
                 acc, norm, peak = _absorb(
@@ -160,7 +168,11 @@ def attend_many(
             stride_s, HEAD, BLOCK_D, BLOCK_N, True, 0, PRECISION,
         )  # fmt: skip
     result = acc / tl.where(norm == 0.0, 1.0, norm)[:, None]
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=(slot < total)[:, None] & (d < HEAD)[None, :])
+    tl.store(
+        out + place,
+        result.to(out.dtype.element_ty),
+        mask=(slot < total)[:, None] & (d < HEAD)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["S", "past"])
@@ -224,7 +236,9 @@ def attend_few(
         )  # fmt: skip
     if SPLITS == 1:
         result = tl.where(live[:, None], acc / tl.where(norm == 0.0, 1.0, norm)[:, None], 0.0)
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=real[:, None] & (d < HEAD)[None, :])
+        tl.store(
+            out + place, result.to(out.dtype.element_ty), mask=real[:, None] & (d < HEAD)[None, :]
+        )
     else:
         norm = tl.where(live, norm, 0.0)
         slot = (pair * SPLITS + split).to(tl.int64) * BLOCK_M + row

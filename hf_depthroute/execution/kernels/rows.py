@@ -62,7 +62,9 @@ def _product(
             a = tl.load(x + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
             part += tl.load(weight + at + start, mask=inside[None, :], other=0.0).to(tl.float32) * a
             if up is not None:
-                up_part += tl.load(up + at + start, mask=inside[None, :], other=0.0).to(tl.float32) * a
+                up_part += (
+                    tl.load(up + at + start, mask=inside[None, :], other=0.0).to(tl.float32) * a
+                )
         result = tl.sum(part, axis=1)[None, :]
         more = tl.sum(up_part, axis=1)[None, :]
     else:
@@ -132,7 +134,9 @@ def multiply_many(
     row = tl.load(index + tl.minimum(slot, total - 1)).to(tl.int64)
     read = tl.minimum(column, OUT - 1).to(tl.int64)
     every = tl.full([BLOCK_M], True, tl.int1)
-    result = _product(x, row, every, weight, up, read, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, 1, PRECISION)
+    result = _product(
+        x, row, every, weight, up, read, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, 1, PRECISION
+    )
     _write(result, row, column, slot < total, None, bias, stream, scale, out, OUT)
 
 
@@ -149,5 +153,7 @@ def multiply_few(
     live = tl.load(mask + row, mask=row < N, other=0) != 0
     result = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     if tl.sum(live.to(tl.int32), axis=0) != 0:
-        result = _product(x, row, live, weight, up, read, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION)
+        result = _product(
+            x, row, live, weight, up, read, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION
+        )
     _write(result, row, column, row < N, live, bias, stream, scale, out, OUT)

@@ -55,7 +55,12 @@ class AttentionTarget(Target):
         attention = getattr(layer, family.attention)
         style = family.queries
         if style is not None and supports_subset(attention, style, call.kwargs):
-            update = behind(layer, family, "attention", attended_rows(attention, style, normed, mask, call.kwargs))
+            update = behind(
+                layer,
+                family,
+                "attention",
+                attended_rows(attention, style, normed, mask, call.kwargs),
+            )
         else:  # computed for every token: nothing is saved before the FFN
             update = attention_update(layer, family, normed, call.kwargs)[mask]
         return self.from_update(call, update)
@@ -65,7 +70,8 @@ class AttentionTarget(Target):
         mask = call.mask
         chosen = call.stream[mask]
         scale, of_attention, of_ffn = (
-            None if factor is None else factor[mask] for factor in (call.scale, call.attention_scale, call.ffn_scale)
+            None if factor is None else factor[mask]
+            for factor in (call.scale, call.attention_scale, call.ffn_scale)
         )
         rows = self.rest(call, chosen + scaled(update, of_attention), chosen, of_ffn)
         if scale is not None:
@@ -77,7 +83,9 @@ class AttentionTarget(Target):
             weight = None
             if call.cheap_scale is not None:
                 weight = call.cheap_scale.reshape(-1, 1).to(before.dtype)
-            out = add_rows(out, before, (~flat).nonzero().squeeze(-1), call.branch, slice_rows(call), weight)
+            out = add_rows(
+                out, before, (~flat).nonzero().squeeze(-1), call.branch, slice_rows(call), weight
+            )
         out = out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype))
         return call.with_recalled(out.view(call.stream.shape))
 
@@ -107,4 +115,6 @@ class AttentionTarget(Target):
             read = call.stream
         else:
             read = after
-        return after + ffn_map(call.layer, call.family)(norm_of(call.layer, call.family, "ffn")(read))
+        return after + ffn_map(call.layer, call.family)(
+            norm_of(call.layer, call.family, "ffn")(read)
+        )

@@ -68,18 +68,24 @@ class BlockTarget(AttentionTarget):
         return super().supports_rows(call) and runs_by_rows(call)
 
     def rest_by_rows(self, call: RoutedCall, after: Tensor) -> Tensor:
-        normed = norm_of(call.layer, call.family, "ffn")(call.stream if call.family.parallel else after)
+        normed = norm_of(call.layer, call.family, "ffn")(
+            call.stream if call.family.parallel else after
+        )
         return ffn_rows(call, after, normed, call.ffn_scale)
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
         return after
 
-    def _scaled(self, call: RoutedCall, of_attention: Tensor | None, of_ffn: Tensor | None) -> Tensor:
+    def _scaled(
+        self, call: RoutedCall, of_attention: Tensor | None, of_ffn: Tensor | None
+    ) -> Tensor:
         """`a = h + s attention(LN1(h))`, then `a + t FFN(LN2(a))`, with `s` and `t` `[B, T]`, 1 where None."""
         layer = call.layer
         family = call.family
         stream = call.stream
         update = attention_update(layer, family, call.norm(), call.kwargs)
         a = stream + scaled(update, of_attention)
-        update = ffn_map(layer, family)(norm_of(layer, family, "ffn")(stream if family.parallel else a))
+        update = ffn_map(layer, family)(
+            norm_of(layer, family, "ffn")(stream if family.parallel else a)
+        )
         return a + scaled(update, of_ffn)

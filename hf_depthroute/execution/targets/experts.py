@@ -28,12 +28,16 @@ class ExpertsTarget(FFNTarget):
 
     skips = ("experts",)
     called = "experts"
-    decides: ClassVar[Mapping[str, str]] = {"token": "which of the experts that the base chose are run."}
+    decides: ClassVar[Mapping[str, str]] = {
+        "token": "which of the experts that the base chose are run."
+    }
     per_pair = True
     row_wise = False
     decode_step = None
 
-    def decide(self, routing: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
+    def decide(
+        self, routing: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None
+    ) -> Decision:
         extras = routing.score(plan, gate_input)
         return Decision(extras.pop("scores"), extras)  # the pairs are known inside the block
 
@@ -60,7 +64,9 @@ class ExpertsTarget(FFNTarget):
                 decision.scores = scores.gather(-1, index_BTK)
             else:
                 decision.scores = scores[..., None].expand_as(index_BTK)
-            mask, probs = call.routing.decide(call.plan, decision.scores, call.token_mask, None, index_BTK)
+            mask, probs = call.routing.decide(
+                call.plan, decision.scores, call.token_mask, None, index_BTK
+            )
             decision.mask = mask
             decision.probs = probs
             factor = probs
@@ -76,7 +82,11 @@ class ExpertsTarget(FFNTarget):
         decision.extras["expert_index"] = pairs.index.view(*a.shape[:2], -1)
         if branch is None:
             return out
-        dropped = (pairs.weights * (1 - pairs.factor.to(pairs.weights.dtype))).sum(-1).view(*a.shape[:2], 1)
+        dropped = (
+            (pairs.weights * (1 - pairs.factor.to(pairs.weights.dtype)))
+            .sum(-1)
+            .view(*a.shape[:2], 1)
+        )
         if not compact:
             return out + dropped.to(out.dtype) * branch(a)
         some = dropped.squeeze(-1) != 0

@@ -69,7 +69,9 @@ class FFNTarget(Target):
             after = gathered_update(stream, normed, call.mask, ffn, call.branch, rows, call.scale)
             return call.with_recalled(after)
         norm = norm_of(call.layer, call.family, "ffn")
-        after = gathered_update(stream, stream, call.mask, lambda x: ffn(norm(x)), call.branch, rows, call.scale)
+        after = gathered_update(
+            stream, stream, call.mask, lambda x: ffn(norm(x)), call.branch, rows, call.scale
+        )
         return call.with_recalled(after)
 
     def supports_rows(self, call: RoutedCall) -> bool:

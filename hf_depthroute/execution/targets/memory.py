@@ -76,7 +76,9 @@ class MemoryTarget(Target):
     def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
         return stream
 
-    def decide(self, routing: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
+    def decide(
+        self, routing: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None
+    ) -> Decision:
         assert self._retrieved is not None
         retrieved = self._retrieved.expand(*gate_input.shape[:-1], -1)
         return super().decide(routing, plan, torch.cat([gate_input, retrieved], dim=-1), token_mask)

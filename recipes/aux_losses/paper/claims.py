@@ -114,7 +114,9 @@ def _earlier(a: str, b: str) -> Callable[[StudyRuns], Finding]:
 
 
 def _calibrated(study: StudyRuns) -> Finding:
-    return rules.calibrated(study, "a3_g3", "a3_g1", setting_value(study, "a3_g3", "adapter", "budget", 0.5))
+    return rules.calibrated(
+        study, "a3_g3", "a3_g1", setting_value(study, "a3_g3", "adapter", "budget", 0.5)
+    )
 
 
 _BUDGET_PAIRS = [("g3_b10", "g1_b10"), ("g3_b25", "g1_b25"), ("g3", "g1"), ("g3_b75", "g1_b75")]
@@ -268,13 +270,27 @@ QUESTIONS = (
 def judge(study: StudyRuns) -> list[Verdict]:
     """Verdicts on all claims and questions whose configs the study has, in the report's order."""
     asked = [claim for claim in (*CLAIMS, *QUESTIONS) if _tested(study, claim)]
-    together, alone = (replace(study, info={**study.info, "statements": count}) for count in (len(asked), 1))
+    together, alone = (
+        replace(study, info={**study.info, "statements": count}) for count in (len(asked), 1)
+    )
     elsewhere, verdicts = rules.other_regime(study), []
     for claim in asked:
         finding = claim.judge(together)
-        reason = why_open(finding.answer, claim.judge(alone).answer, _common_seeds(study, claim), len(asked))
+        reason = why_open(
+            finding.answer, claim.judge(alone).answer, _common_seeds(study, claim), len(asked)
+        )
         state, reason = set_against(finding.answer, reason, _regime_of(claim, elsewhere))
-        verdicts.append(Verdict(claim.key, claim.group, claim.statement, claim.paper, finding.sentence, state, reason))
+        verdicts.append(
+            Verdict(
+                claim.key,
+                claim.group,
+                claim.statement,
+                claim.paper,
+                finding.sentence,
+                state,
+                reason,
+            )
+        )
     return verdicts
 
 

@@ -31,7 +31,14 @@ def draw_learning(study: StudyRuns) -> tuple[Any, list[str]]:
         margin = study.info["margin"]
         label = f"G3 endpoint ± {margin:g}"
         for axes in (whole, half):
-            axes.axhspan(mean(reference) - margin, mean(reference) + margin, color="0.5", alpha=0.3, lw=0, label=label)
+            axes.axhspan(
+                mean(reference) - margin,
+                mean(reference) + margin,
+                color="0.5",
+                alpha=0.3,
+                lw=0,
+                label=label,
+            )
     whole.set(xlabel="optimizer step", ylabel="validation loss (nats)", title="Whole run")
     half.set(xlabel="optimizer step", title="Second half")
     if drawn:
@@ -58,7 +65,13 @@ def draw_gradients(study: StudyRuns) -> tuple[Any, list[str]]:
     for axis_format in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         axis_format(_plain_tick)
     if drawn:
-        axes.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(drawn), frameon=False)
+        axes.legend(
+            fontsize=9,
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=len(drawn),
+            frameon=False,
+        )
     return figure, drawn
 
 

@@ -59,7 +59,9 @@ def write_report(source: Path, folder: Path) -> tuple[StudyRuns, list[Verdict]]:
     return study, verdicts
 
 
-def render_html(study: StudyRuns, verdicts: Sequence[Verdict], tables: Sequence[Table], plots: Sequence[Plot]) -> str:
+def render_html(
+    study: StudyRuns, verdicts: Sequence[Verdict], tables: Sequence[Table], plots: Sequence[Plot]
+) -> str:
     """The page, with the figures inside."""
     import jinja2
 
@@ -103,7 +105,14 @@ def render_markdown(
         lines += ["## Losses", "", *legend, *_table_lines(_losses(tables))]
     lines += ["## Figures", ""]
     for plot in plots:
-        lines += [f"### {plot.title}", "", f"![{markdown_text(plot.alt)}]({plot.file})", "", plot.caption, ""]
+        lines += [
+            f"### {plot.title}",
+            "",
+            f"![{markdown_text(plot.alt)}]({plot.file})",
+            "",
+            plot.caption,
+            "",
+        ]
     lines += ["## Tables", "", *(legend if verdicts else [])]
     for table in tables:
         if verdicts or table is not _losses(tables):
@@ -121,7 +130,12 @@ def _verdict_lines(study: StudyRuns, verdicts: Sequence[Verdict]) -> list[str]:
         ]
         lines.append("")
     if untested(study):
-        lines += ["### Not tested by this study", "", *(f"* {markdown_text(text)}" for text in untested(study)), ""]
+        lines += [
+            "### Not tested by this study",
+            "",
+            *(f"* {markdown_text(text)}" for text in untested(study)),
+            "",
+        ]
     rules = (f"* {markdown_text(rule)}" for rule in describe_rules(study, len(verdicts)))
     return [*lines, "### How the verdicts come about", "", *rules, ""]
 

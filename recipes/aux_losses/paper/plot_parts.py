@@ -45,7 +45,9 @@ def make_figure(
 
 def core_configs(study: StudyRuns) -> list[str]:
     """The paper's core configs; the first five of a study without them."""
-    return [name for name in CORE if name in study.runs] or [name for name in study.names if name in study.runs][:5]
+    return [name for name in CORE if name in study.runs] or [
+        name for name in study.names if name in study.runs
+    ][:5]
 
 
 def style_of(name: str, names: Sequence[str]) -> tuple[str, str]:
@@ -65,31 +67,48 @@ def name_rows(axes: Any, study: StudyRuns, names: Sequence[str]) -> None:
 
 
 def draw_mean(
-    axes: Any, study: StudyRuns, name: str, names: Sequence[str], curve: pd.DataFrame, floor: float = -math.inf
+    axes: Any,
+    study: StudyRuns,
+    name: str,
+    names: Sequence[str],
+    curve: pd.DataFrame,
+    floor: float = -math.inf,
 ) -> None:
     """A mean with its shade; on a log axis the shade ends at `floor` times the mean."""
     color, style = style_of(name, names)
-    axes.plot(curve.index, curve["mean"], color=color, ls=style, lw=1.8, label=short_label(study, name))
+    axes.plot(
+        curve.index, curve["mean"], color=color, ls=style, lw=1.8, label=short_label(study, name)
+    )
     low = curve["mean"] - curve["error"]
     if floor > 0:
         low = low.clip(lower=curve["mean"] * floor)
-    axes.fill_between(curve.index, low, curve["mean"] + curve["error"], color=color, alpha=0.18, lw=0)
+    axes.fill_between(
+        curve.index, low, curve["mean"] + curve["error"], color=color, alpha=0.18, lw=0
+    )
 
 
 def present(series: Mapping[str, Sequence[Any]], key: str) -> tuple[list[float], list[float]]:
-    points = [(number(step), number(value)) for step, value in zip(series.get("step", []), series.get(key, []))]
+    points = [
+        (number(step), number(value))
+        for step, value in zip(series.get("step", []), series.get(key, []))
+    ]
     kept = [(step, value) for step, value in points if step is not None and value is not None]
     return [step for step, _ in kept], [value for _, value in kept]
 
 
 def mean_curve(study: StudyRuns, name: str, kind: str, key: str) -> pd.DataFrame:
     """`mean` and its standard `error` over seeds, by the steps that all seeds have."""
-    curves = [pd.Series(dict(zip(*present(getattr(run, kind), key)))) for run in study.runs.get(name, {}).values()]
+    curves = [
+        pd.Series(dict(zip(*present(getattr(run, kind), key))))
+        for run in study.runs.get(name, {}).values()
+    ]
     curves = [curve for curve in curves if len(curve)]
     if not curves:
         return pd.DataFrame(columns=["mean", "error"], dtype=float)
     seeds = pd.concat(curves, axis="columns", join="inner").sort_index()
-    return pd.DataFrame({"mean": seeds.mean(axis="columns"), "error": seeds.sem(axis="columns").fillna(0.0)})
+    return pd.DataFrame(
+        {"mean": seeds.mean(axis="columns"), "error": seeds.sem(axis="columns").fillna(0.0)}
+    )
 
 
 def rolling(curve: pd.DataFrame) -> pd.DataFrame:

@@ -13,7 +13,16 @@ from hf_depthroute.files.staged import png_of
 
 from .curves import draw_gradients, draw_learning
 from .layouts import UTIL_SWEEP
-from .plot_parts import COLORS, STYLES, core_configs, make_figure, name_rows, present, short_label, style_of
+from .plot_parts import (
+    COLORS,
+    STYLES,
+    core_configs,
+    make_figure,
+    name_rows,
+    present,
+    short_label,
+    style_of,
+)
 from .tables import setting_value
 from .values import METRIC_NAMES, error, layers, mean, training_clock, values
 
@@ -41,7 +50,9 @@ def plot_study(study: StudyRuns) -> list[Plot]:
 
     plots = []
     # A label is text: one with dollar signs must not be read as a formula.
-    with matplotlib.rc_context({"text.parse_math": False, "font.size": 10, "axes.grid": True, "grid.alpha": 0.25}):
+    with matplotlib.rc_context(
+        {"text.parse_math": False, "font.size": 10, "axes.grid": True, "grid.alpha": 0.25}
+    ):
         for key, (title, caption, draw) in FIGURES.items():
             figure, drawn = draw(study)
             if not drawn:
@@ -50,7 +61,11 @@ def plot_study(study: StudyRuns) -> list[Plot]:
             margin = f"{study.info['margin']:g}"
             alt = f"{title}, for {'; '.join(drawn)}. The numbers are in the tables."
             width, height = (round(inches * _DPI) for inches in figure.get_size_inches())
-            plots.append(Plot(key, f"{key}.png", png, width, height, title, alt, caption.format(margin=margin)))
+            plots.append(
+                Plot(
+                    key, f"{key}.png", png, width, height, title, alt, caption.format(margin=margin)
+                )
+            )
     return plots
 
 
@@ -62,10 +77,15 @@ def draw_util_sweep(study: StudyRuns) -> tuple[Any, list[str]]:
         return figure, []
     # g3 has the library's default of 1, rank_only says 0 itself.
     weights = [
-        setting_value(study, name, "training", "util_weight", 0.0 if name == "rank_only" else 1.0) for name in names
+        setting_value(study, name, "training", "util_weight", 0.0 if name == "rank_only" else 1.0)
+        for name in names
     ]
-    for axes, metric, title in zip(panels, ("avg_whole", "endpoint"), ("Average of the whole run", "Endpoint")):
-        points = [(w, list(values(study, name, metric).values())) for w, name in zip(weights, names)]
+    for axes, metric, title in zip(
+        panels, ("avg_whole", "endpoint"), ("Average of the whole run", "Endpoint")
+    ):
+        points = [
+            (w, list(values(study, name, metric).values())) for w, name in zip(weights, names)
+        ]
         points = [(w, losses) for w, losses in points if losses]
         axes.errorbar(
             [w for w, _ in points],
@@ -77,7 +97,9 @@ def draw_util_sweep(study: StudyRuns) -> tuple[Any, list[str]]:
             axes.plot([w] * len(losses), losses, ".", color="#0072b2", alpha=0.4)
         without = list(values(study, "a3_g3", metric).values())
         if without:
-            axes.axhline(mean(without), color="#009e73", ls="--", label="A3-G3: neither util nor rank")
+            axes.axhline(
+                mean(without), color="#009e73", ls="--", label="A3-G3: neither util nor rank"
+            )
             low, high = mean(without) - error(without), mean(without) + error(without)
             axes.axhspan(low, high, color="#009e73", alpha=0.15, lw=0)
         axes.set(xlabel="weight of the util loss", title=title)
@@ -93,19 +115,37 @@ def draw_policies(study: StudyRuns) -> tuple[Any, list[str]]:
     drawn = []
     if not {"on_policy_g1", "on_policy_g3"} & set(study.runs):
         return figure, []
-    for axes, metric, title in zip(panels, ("avg_whole", "endpoint"), ("Average of the whole run", "Endpoint")):
+    for axes, metric, title in zip(
+        panels, ("avg_whole", "endpoint"), ("Average of the whole run", "Endpoint")
+    ):
         for (gate, names), offset in zip(rows.items(), (-0.04, 0.04)):
             color, style = STYLES[gate.lower()][0], "-" if gate == "G1" else "--"
             by_config = [values(study, name, metric) for name in names]
             for seed in study.seeds:
-                points = [(i + offset, losses[seed]) for i, losses in enumerate(by_config) if seed in losses]
-                axes.plot(*zip(*points), color=color, ls=style, alpha=0.35, lw=1) if points else None
-            means = [(i + offset, mean(list(losses.values()))) for i, losses in enumerate(by_config) if losses]
+                points = [
+                    (i + offset, losses[seed])
+                    for i, losses in enumerate(by_config)
+                    if seed in losses
+                ]
+                axes.plot(
+                    *zip(*points), color=color, ls=style, alpha=0.35, lw=1
+                ) if points else None
+            means = [
+                (i + offset, mean(list(losses.values())))
+                for i, losses in enumerate(by_config)
+                if losses
+            ]
             if means:
-                axes.plot(*zip(*means), color=color, ls=style, lw=2.2, marker="o", label=f"{gate}, mean")
-        axes.set(xticks=range(3), xticklabels=["no oracle", "on-policy", "all later full"], title=title)
+                axes.plot(
+                    *zip(*means), color=color, ls=style, lw=2.2, marker="o", label=f"{gate}, mean"
+                )
+        axes.set(
+            xticks=range(3), xticklabels=["no oracle", "on-policy", "all later full"], title=title
+        )
         axes.set_xlim(-0.3, 2.3)
-    drawn = [short_label(study, name) for names in rows.values() for name in names if name in study.runs]
+    drawn = [
+        short_label(study, name) for names in rows.values() for name in names if name in study.runs
+    ]
     panels[0].set_ylabel("validation loss (nats)")
     panels[0].legend(fontsize=9)
     return figure, drawn
@@ -115,13 +155,22 @@ def draw_auc(study: StudyRuns) -> tuple[Any, list[str]]:
     """Oracle AUC per layer and config, on-policy and all-full."""
     names = [name for name in study.names if values(study, name, "layers/oracle_auc")]
     kinds = [("oracle_auc", "On-policy"), ("oracle_auc_all_full", "All later layers full")]
-    kinds = [(key, title) for key, title in kinds if any(values(study, name, f"layers/{key}") for name in names)]
-    figure, panels = make_figure(10, 1.3 + 0.24 * len(names), columns=max(1, len(kinds)), sharey=True)
+    kinds = [
+        (key, title)
+        for key, title in kinds
+        if any(values(study, name, f"layers/{key}") for name in names)
+    ]
+    figure, panels = make_figure(
+        10, 1.3 + 0.24 * len(names), columns=max(1, len(kinds)), sharey=True
+    )
     found = layers(study, names)
     for axes, (key, title) in zip(panels, kinds):
         for index, layer in enumerate(found):
             offset = 0.18 * (index - (len(found) - 1) / 2) if len(found) < 5 else 0.0
-            points = [(row, list(values(study, n, f"layers/{layer}/{key}").values())) for row, n in enumerate(names)]
+            points = [
+                (row, list(values(study, n, f"layers/{layer}/{key}").values()))
+                for row, n in enumerate(names)
+            ]
             points = [(row, found_values) for row, found_values in points if found_values]
             axes.errorbar(
                 [mean(v) for _, v in points],
@@ -138,7 +187,9 @@ def draw_auc(study: StudyRuns) -> tuple[Any, list[str]]:
     if names:
         name_rows(panels[0], study, names)
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, fontsize=9, loc="outside upper center", ncols=len(found), frameon=False)
+        figure.legend(
+            handles, labels, fontsize=9, loc="outside upper center", ncols=len(found), frameon=False
+        )
     return figure, [short_label(study, name) for name in names]
 
 
@@ -156,10 +207,20 @@ def draw_probabilities(study: StudyRuns) -> tuple[Any, list[str]]:
             over.plot(steps, series, color=color, ls=style, lw=1.3, alpha=0.85, label=label)
     for budget in {setting_value(study, name, "adapter", "budget", 0.5) for name in core}:
         over.axhline(budget, color="0.3", lw=1)
-    over.set(xlabel="optimizer step", ylabel="mean gate probability", title="Over training, a line per seed")
+    over.set(
+        xlabel="optimizer step",
+        ylabel="mean gate probability",
+        title="Over training, a line per seed",
+    )
     for row, name in enumerate(names):
         budget = setting_value(study, name, "adapter", "budget", 0.5)
-        final.plot([budget, budget], [row - 0.35, row + 0.35], color="0.3", lw=2, label="budget" if row == 0 else None)
+        final.plot(
+            [budget, budget],
+            [row - 0.35, row + 0.35],
+            color="0.3",
+            lw=2,
+            label="budget" if row == 0 else None,
+        )
         seeds = list(values(study, name, "layers/gate_prob").values())
         label = "a seed" if row == 0 else None
         final.plot(seeds, [row] * len(seeds), "o", ms=5, color="#0072b2", alpha=0.6, label=label)
@@ -181,17 +242,24 @@ def draw_cost(study: StudyRuns) -> tuple[Any, list[str]]:
 
     points, clock = {}, training_clock(study)
     for name in study.names:
-        seconds, losses = (list(values(study, name, metric).values()) for metric in (clock, "endpoint"))
+        seconds, losses = (
+            list(values(study, name, metric).values()) for metric in (clock, "endpoint")
+        )
         if seconds and losses:
             points[name] = (seconds, losses)
     kinds = {
-        name: (setting_value(study, name, "adapter", "budget", 0.5), bool(study.config(name).get("joint")))
+        name: (
+            setting_value(study, name, "adapter", "budget", 0.5),
+            bool(study.config(name).get("joint")),
+        )
         for name in points
     }
     usual = Counter(kinds.values()).most_common(1)[0][0] if kinds else None
     close = [name for name in points if kinds[name] == usual]
     far = [name for name in points if kinds[name] != usual]
-    figure, panels = make_figure(10, 11 if far else 7, rows=2 if far else 1, heights=(6.8, 4.2) if far else (1,))
+    figure, panels = make_figure(
+        10, 11 if far else 7, rows=2 if far else 1, heights=(6.8, 4.2) if far else (1,)
+    )
     for axes, shown, named in zip(panels, (close, list(points)), (close, far)):
         for group, color in ((close, "#0072b2"), (far, "#d55e00")):
             drawn = [points[name] for name in shown if name in group]

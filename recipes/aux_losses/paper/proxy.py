@@ -16,7 +16,10 @@ CONTEXT, SUMMARY, ACTION = 128, 64, 16
 FFN, BRANCH = 2 * WIDTH * FFN_WIDTH, 2 * WIDTH * RANK  # weights
 GATES = {
     "G1": WIDTH * WIDTH // 4 + WIDTH // 4,
-    "G3": WIDTH * CONTEXT + 2 * ((CONTEXT + ACTION) * SUMMARY + SUMMARY**2) + 3 * SUMMARY * SUMMARY + SUMMARY,
+    "G3": WIDTH * CONTEXT
+    + 2 * ((CONTEXT + ACTION) * SUMMARY + SUMMARY**2)
+    + 3 * SUMMARY * SUMMARY
+    + SUMMARY,
 }
 TARGETS = 2 * WIDTH * SUMMARY  # the projection of both paths' outcomes, for the JEPA loss
 
@@ -26,7 +29,9 @@ def cost(name: str, targets: bool = False) -> float:
     kind = name.removeprefix("A3-")
     oracle = "all_full" if name == kind else "none"
     projected = TARGETS / FFN if targets and kind == "G3" else 0.0
-    return training_ffn_ratio(LAYERS, BRANCH / FFN, GATES[kind] / FFN, BUDGET, oracle, INTERVAL, targets=projected)
+    return training_ffn_ratio(
+        LAYERS, BRANCH / FFN, GATES[kind] / FFN, BUDGET, oracle, INTERVAL, targets=projected
+    )
 
 
 def saved(targets: bool = False) -> float:
@@ -36,6 +41,7 @@ def saved(targets: bool = False) -> float:
 
 def table() -> list[str]:
     rows = [
-        [name, f"{paper:.3f}", f"{cost(name):.3f}", f"{cost(name, targets=True):.3f}"] for name, paper in PAPER.items()
+        [name, f"{paper:.3f}", f"{cost(name):.3f}", f"{cost(name, targets=True):.3f}"]
+        for name, paper in PAPER.items()
     ]
     return markdown_table(["config", "paper", "here", "here, with the target projection"], rows)

@@ -85,7 +85,11 @@ def other_regime(study: StudyRuns) -> str:
     if dense is None or not ends:
         return "what skipping costs is not known"
     cost = mean(list(ends.values())) - dense
-    return "" if cost <= NEARLY_FREE else f"skipping costs {cost:.2f} nats, in the paper next to nothing"
+    return (
+        ""
+        if cost <= NEARLY_FREE
+        else f"skipping costs {cost:.2f} nats, in the paper next to nothing"
+    )
 
 
 def lower(study: StudyRuns, a: str, b: str, metric: str) -> Finding:
@@ -100,7 +104,9 @@ def higher(study: StudyRuns, a: str, b: str, metric: str) -> Finding:
     return Finding(answer(found, "higher"), _tell(study, a, b, metric, found))
 
 
-def equal(study: StudyRuns, pairs: Sequence[tuple[str, str]], metric: str, margin: float | None = None) -> Finding:
+def equal(
+    study: StudyRuns, pairs: Sequence[tuple[str, str]], metric: str, margin: float | None = None
+) -> Finding:
     """Whether the interval of every pair lies within the margin."""
     limit = study.info["margin"] if margin is None else margin
     answers, sentences = [], []
@@ -114,7 +120,9 @@ def equal(study: StudyRuns, pairs: Sequence[tuple[str, str]], metric: str, margi
 def not_worse(study: StudyRuns, a: str, b: str, metric: str) -> Finding:
     """Whether `a` is above `b` by no more than the margin; more than that is the opposite."""
     found = difference(study, a, b, metric)
-    return Finding(answer(found, "not higher", study.info["margin"]), _tell(study, a, b, metric, found))
+    return Finding(
+        answer(found, "not higher", study.info["margin"]), _tell(study, a, b, metric, found)
+    )
 
 
 def ratio(study: StudyRuns, a: str, b: str, metric: str, at_least: float) -> Finding:
@@ -136,7 +144,9 @@ def saving(study: StudyRuns, a: str, b: str, metric: str, at_least: float) -> Fi
     found = over_seeds(study, [1 - r for r in _ratios(study, a, b, metric)])
     verdict = AGREES if found.low >= at_least else DISAGREES if found.high <= 0 else OPEN
     told = found.tell(lambda s: f"{100 * s:.1f} %")
-    text = f"{_compared(study, a, 'against', b, metric)}, saved: {told}. Bound: {100 * at_least:g} %."
+    text = (
+        f"{_compared(study, a, 'against', b, metric)}, saved: {told}. Bound: {100 * at_least:g} %."
+    )
     return Finding(verdict, text)
 
 
@@ -154,19 +164,27 @@ def earlier(study: StudyRuns, a: str, b: str) -> Finding:
     found = _of_logs(over_seeds(study, [mean(seen) for seen in logs.values()]))
     verdict = AGREES if found.high < 1 else DISAGREES if found.low > 1 else OPEN
     told = found.tell(fixed(2)) if logs else "no threshold was reached"
-    return Finding(verdict, f"Steps to the thresholds, {study.label(a)} over {study.label(b)}: {told}.")
+    return Finding(
+        verdict, f"Steps to the thresholds, {study.label(a)} over {study.label(b)}: {told}."
+    )
 
 
 def calibrated(study: StudyRuns, near: str, far: str, budget: float) -> Finding:
     """Whether the gate probability of `near` stays at the budget while that of `far` leaves it."""
     found = {
-        name: over_seeds(study, [p - budget for p in values(study, name, "layers/gate_prob").values()])
+        name: over_seeds(
+            study, [p - budget for p in values(study, name, "layers/gate_prob").values()]
+        )
         for name in (near, far)
     }
     at = {name: off.inside(-PROBABILITY_MARGIN, PROBABILITY_MARGIN) for name, off in found.items()}
-    away = {name: off.outside(-PROBABILITY_MARGIN, PROBABILITY_MARGIN) for name, off in found.items()}
+    away = {
+        name: off.outside(-PROBABILITY_MARGIN, PROBABILITY_MARGIN) for name, off in found.items()
+    }
     verdict = AGREES if at[near] and away[far] else DISAGREES if at[far] and away[near] else OPEN
-    told = "; ".join(f"{study.label(name)} {off.tell(lambda x: f'{x:+.3f}')}" for name, off in found.items())
+    told = "; ".join(
+        f"{study.label(name)} {off.tell(lambda x: f'{x:+.3f}')}" for name, off in found.items()
+    )
     return Finding(verdict, f"Mean gate probability minus the budget of {budget:g}: {told}.")
 
 
@@ -184,14 +202,19 @@ def blind_cosine(study: StudyRuns, sound: str, collapsed: str) -> Finding:
     return Finding(verdict, f"{told} {_tell(study, collapsed, sound, 'layers/q_cosine', cosines)}")
 
 
-def weight_too_strong(study: StudyRuns, weights: Sequence[str], full: str, without: str, metric: str) -> Finding:
+def weight_too_strong(
+    study: StudyRuns, weights: Sequence[str], full: str, without: str, metric: str
+) -> Finding:
     """Whether the harm of `full` against `without` is gone at one of the smaller weights.
 
     The opposite: every smaller weight is detectably worse than `without` too. Open where `full` does no harm.
     """
     harm = difference(study, full, without, metric)
     smaller = {name: difference(study, name, without, metric) for name in weights}
-    sentences = [_tell(study, name, without, metric, found) for name, found in {full: harm, **smaller}.items()]
+    sentences = [
+        _tell(study, name, without, metric, found)
+        for name, found in {full: harm, **smaller}.items()
+    ]
     found = OPEN
     if harm.sign() <= 0:
         sentences.append(f"There is no harm of {study.label(full)} to explain that shows.")
@@ -206,7 +229,9 @@ def lower_everywhere(study: StudyRuns, pairs: Sequence[tuple[str, str]], metric:
     """Whether `a` is detectably lower than `b` in every pair; detectably higher in one or more is the opposite."""
     found = {pair: difference(study, *pair, metric) for pair in pairs}
     answers = [answer(one, "lower") for one in found.values()]
-    return Finding(_all(answers), " ".join(_tell(study, *pair, metric, one) for pair, one in found.items()))
+    return Finding(
+        _all(answers), " ".join(_tell(study, *pair, metric, one) for pair, one in found.items())
+    )
 
 
 def difference(study: StudyRuns, a: str, b: str, metric: str) -> Interval:
@@ -244,7 +269,9 @@ def _tell(study: StudyRuns, a: str, b: str, metric: str, found: Interval) -> str
     return f"{_compared(study, a, 'minus', b, metric)}: {found.tell(signed)}."
 
 
-def _tell_ratio(study: StudyRuns, a: str, b: str, metric: str, found: Interval, bound: float) -> str:
+def _tell_ratio(
+    study: StudyRuns, a: str, b: str, metric: str, found: Interval, bound: float
+) -> str:
     return f"{_compared(study, a, 'over', b, metric)}: {found.tell(significant)}. Bound: {bound:g}."
 
 

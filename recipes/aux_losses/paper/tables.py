@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from study.results import StudyRuns, number
 
 from .layouts import LAYOUTS, LOSSES, Layout
-from .values import fixed, hits, layers, mean, paired, signed, significant, spread, spread_hits, training_clock, values
+from .values import (
+    fixed,
+    hits,
+    layers,
+    mean,
+    paired,
+    signed,
+    significant,
+    spread,
+    spread_hits,
+    training_clock,
+    values,
+)
 
 ALL_LOSSES = "all-loss"  # key of the table of all runs' losses
 
@@ -84,7 +96,11 @@ COLUMNS: dict[str, Cell] = {
 
 def build_tables(study: StudyRuns) -> list[Table]:
     """All tables that have data, in the report's order."""
-    tables = [build(study, layout) for layout in LAYOUTS if any(name in study.runs for name in layout.needs)]
+    tables = [
+        build(study, layout)
+        for layout in LAYOUTS
+        if any(name in study.runs for name in layout.needs)
+    ]
     return [*tables, *_general_tables(study)]
 
 
@@ -96,19 +112,29 @@ def loss_table(study: StudyRuns) -> Table:
 
 def build(study: StudyRuns, layout: Layout) -> Table:
     """One row per config of the layout that has a finished run."""
-    columns = [pair for column in ("seeds", *layout.columns) for pair in _expand(study, layout, column)]
+    columns = [
+        pair for column in ("seeds", *layout.columns) for pair in _expand(study, layout, column)
+    ]
     note = layout.note
     if "difference" in layout.columns and "endpoint" in layout.columns:
         note = f"{note} {_explain_difference(study, layout)}".strip()
     return _fill(study, layout, columns, note)
 
 
-def _fill(study: StudyRuns, layout: Layout, columns: Sequence[tuple[str, Cell]], note: str) -> Table:
+def _fill(
+    study: StudyRuns, layout: Layout, columns: Sequence[tuple[str, Cell]], note: str
+) -> Table:
     names = [name for name in layout.configs if name in study.runs]
     rows = [[study.label(name), *(cell(study, name) for _, cell in columns)] for name in names]
     head = ["config", *(title for title, _ in columns)]
     kept = [i for i in range(len(head)) if i < 2 or any(row[i] not in ("-", "") for row in rows)]
-    return Table(layout.key, layout.title, [head[i] for i in kept], [[row[i] for i in kept] for row in rows], note)
+    return Table(
+        layout.key,
+        layout.title,
+        [head[i] for i in kept],
+        [[row[i] for i in kept] for row in rows],
+        note,
+    )
 
 
 def _expand(study: StudyRuns, layout: Layout, column: str) -> Iterator[tuple[str, Cell]]:
@@ -136,7 +162,9 @@ def _explain_difference(study: StudyRuns, layout: Layout) -> str:
     for name, base in layout.baseline.items():
         if name in study.runs and base in study.runs and name != base:
             bases.setdefault(base, []).append(study.label(name))
-    pairs = "; ".join(f"{', '.join(names)} against {study.label(base)}" for base, names in bases.items())
+    pairs = "; ".join(
+        f"{', '.join(names)} against {study.label(base)}" for base, names in bases.items()
+    )
     return f"Endpoint diff., paired by seed: {pairs}." if pairs else ""
 
 
@@ -172,7 +200,12 @@ def _general_tables(study: StudyRuns) -> Iterator[Table]:
         Layout(
             "cost",
             "Cost in the paper's accounting, time by the clock, and the loss they buy",
-            sorted(names, key=lambda name: mean(list(values(study, name, training_clock(study)).values()) or [0.0])),
+            sorted(
+                names,
+                key=lambda name: mean(
+                    list(values(study, name, training_clock(study)).values()) or [0.0]
+                ),
+            ),
             cost,
             needs=names,
             note="Accounting: full FFNs per token and routed layer, weights only, without the "
@@ -188,13 +221,19 @@ def _general_tables(study: StudyRuns) -> Iterator[Table]:
             "The label forks a whole layer at once: all positions take the cheap path together. Exact forks each "
             "position alone. Correlation and agreement in sign are over positions, averaged over the routed layers."
         )
-        yield build(study, Layout("fork-bias", "Bias of the layer-wide fork", biased, forks, biased, note))
-    everything = Layout(ALL_LOSSES, "All runs: loss", names, ("name", *LOSSES, "hits", "about"), names)
+        yield build(
+            study, Layout("fork-bias", "Bias of the layer-wide fork", biased, forks, biased, note)
+        )
+    everything = Layout(
+        ALL_LOSSES, "All runs: loss", names, ("name", *LOSSES, "hits", "about"), names
+    )
     yield build(study, everything)
     gates = ("name", "gate prob", "full ratio", "score variance", "q distance", "q cosine", "grad norm",
                "threshold loss", "threshold - top-k", "threshold ratio", "frequent", "rare")  # fmt: skip
     note = "Threshold: the causal rule after calibration; its difference is to the endpoint loss under top-k."
-    yield build(study, Layout("all-gates", "All runs: gates and the causal rule", names, gates, names, note))
+    yield build(
+        study, Layout("all-gates", "All runs: gates and the causal rule", names, gates, names, note)
+    )
 
 
 def _auc_table(study: StudyRuns, names: Sequence[str]) -> Table:
@@ -207,4 +246,6 @@ def _auc_table(study: StudyRuns, names: Sequence[str]) -> Table:
         "ROC-AUC of the gate probability against the sign of the counterfactual loss difference on held-out tokens; "
         "0.5 is chance. On-policy: later layers follow the gate, window 1. All-full: the sign of the oracle's label."
     )
-    return _fill(study, Layout("oracle-auc", "Oracle AUC per layer", names, (), names), columns, note)
+    return _fill(
+        study, Layout("oracle-auc", "Oracle AUC per layer", names, (), names), columns, note
+    )

@@ -105,7 +105,10 @@ def layers(study: StudyRuns, names: Sequence[str]) -> list[str]:
         for run in study.runs.get(name, {}).values()
         for layer in (run.summary.get("layers") or {})
     }
-    return sorted(found, key=lambda layer: (not layer.isdecimal(), int(layer) if layer.isdecimal() else 0, layer))
+    return sorted(
+        found,
+        key=lambda layer: (not layer.isdecimal(), int(layer) if layer.isdecimal() else 0, layer),
+    )
 
 
 def paired(study: StudyRuns, a: str, b: str, metric: str) -> dict[int, float]:
@@ -152,13 +155,20 @@ def uneven_times(study: StudyRuns) -> tuple[float, float] | None:
     groups: dict[tuple[object, ...], list[float]] = {}
     for name in study.names:
         seconds = values(study, name, training_clock(study))
-        work = tuple(tuple(values(study, name, metric).items()) for metric in ("steps", "cost/training_ffn_ratio"))
+        work = tuple(
+            tuple(values(study, name, metric).items())
+            for metric in ("steps", "cost/training_ffn_ratio")
+        )
         if not seconds or not all(work):
             continue
         config = study.config(name)
         settings = config.get("training")
-        terms = tuple(str(dict(settings or {}).get(key)) for key in ("oracle", "cgs_weight", "distill_weight"))
-        groups.setdefault((*work, terms, bool(config.get("joint"))), []).append(mean(list(seconds.values())))
+        terms = tuple(
+            str(dict(settings or {}).get(key)) for key in ("oracle", "cgs_weight", "distill_weight")
+        )
+        groups.setdefault((*work, terms, bool(config.get("joint"))), []).append(
+            mean(list(seconds.values()))
+        )
     ranges = [(min(times), max(times)) for times in groups.values() if min(times) > 0]
     widest = max(ranges, key=lambda r: r[1] / r[0], default=None)
     return widest if widest is not None and widest[1] > UNEVEN * widest[0] else None
