@@ -1,7 +1,7 @@
 """What vLLM loads in each of its processes, by the entry point group `vllm.general_plugins`.
 
-It stands beside the package, because importing that loads PEFT and changes transformers' Trainer; a process of vLLM
-that serves another model has no use for either.
+It stands beside the package, because importing that loads PEFT and changes transformers' Trainer; a
+process of vLLM that serves another model has no use for either.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ BUDGETS = "hf_depthroute.vllm.budgets:RequestBudgets"  # as vLLM names a logits 
 
 
 def register() -> None:
-    """Tell vLLM of the architecture, and what to check before it starts a process. A second call changes nothing."""
+    """Tell vLLM of the architecture, and what to check before it starts a process.
+
+    A second call changes nothing.
+    """
     from vllm import ModelRegistry
     from vllm.config import CUDAGraphMode
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig

@@ -1,6 +1,7 @@
 """Depth routing for pretrained language models: easy tokens skip work, as a PEFT adapter.
 
-Importing this package registers the method with PEFT. Its names are looked up in their modules on first use.
+Importing this package registers the method with PEFT. Its names are looked up in their modules on
+first use.
 """
 
 import sys

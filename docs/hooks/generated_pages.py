@@ -1,6 +1,8 @@
-"""Pages of the site that are made from files elsewhere in the repository, so that no text stands twice.
+"""Pages of the site that are made from files elsewhere in the repository,
+so that no text stands twice.
 
-The studies are `recipes/` as committed, the command line is what `--help` says, the notebook is its own outputs.
+The studies are `recipes/` as committed, the command line is what `--help` says, the notebook is its
+own outputs.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """mkdocs's event: in pages of `docs/`, links to other files of the repository become links to their pages."""
+    """mkdocs's event: in pages of `docs/`, links to other files of the repository become
+    links to their pages."""
     if page.file.generated_by:
         return markdown
     for name, generated in {

@@ -1,4 +1,7 @@
-"""The built site asks no other host for anything: no font, script, style or image. A link to follow is no request."""
+"""The built site asks no other host for anything: no font, script, style or image.
+
+A link to follow is no request.
+"""
 
 from __future__ import annotations
 

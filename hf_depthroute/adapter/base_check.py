@@ -1,7 +1,8 @@
 """Which base model an adapter belongs to: architecture, sizes, and a few of its weights.
 
-A base of the same shape with other weights takes any adapter's tensors and gives other text. So the adapter's config
-holds one value of each weight of three decoder layers, rounded to what bfloat16 keeps, and loading compares them.
+A base of the same shape with other weights takes any adapter's tensors and gives other text. So the
+adapter's config holds one value of each weight of three decoder layers, rounded to what bfloat16
+keeps, and loading compares them.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ class BaseDiffersWarning(UserWarning):
 
 @contextmanager
 def allow_base_mismatch() -> Iterator[None]:
-    """Inside the block, adapters load onto bases of the same architecture, width and depth with other weights.
+    """Inside the block, adapters load onto bases of the same architecture,
+    width and depth with other weights.
 
-    Works on every path: `PeftModel.from_pretrained`, `load_adapter`, `AutoModelForCausalLM.from_pretrained`. An adapter
-    that is saved afterwards belongs to the base that it was saved with.
+    Works on every path: `PeftModel.from_pretrained`, `load_adapter`,
+    `AutoModelForCausalLM.from_pretrained`. An adapter that is saved afterwards belongs to the base
+    that it was saved with.
     """
     token = _allowed.set(True)
     try:
@@ -59,8 +62,8 @@ def describe_base(
 ) -> dict[str, Any]:
     """Architecture, sizes and sampled weights that an adapter depends on; saved with it.
 
-    With safetensors `files`, the weights are read there: `model` may be on the meta device. With `vocabulary`, the
-    embeddings are sampled where a model with that many rows has them sampled.
+    With safetensors `files`, the weights are read there: `model` may be on the meta device. With
+    `vocabulary`, the embeddings are sampled where a model with that many rows has them sampled.
     """
     config = text_config(model.config)
     if files is None:
@@ -75,7 +78,8 @@ def describe_base(
 
 
 def remember_base(model: Any, config: Any) -> None:
-    """Note in `config` which base its adapter is saved with: its weights may have been trained since injection."""
+    """Note in `config` which base its adapter is saved with:
+    its weights may have been trained since injection."""
     before = (config.base_architecture or {}).get(SAMPLED) or {}
     now = describe_base(model)
     # What cannot be read now, because it is sharded or offloaded, stays as it was.
@@ -85,11 +89,12 @@ def remember_base(model: Any, config: Any) -> None:
 def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None = None) -> None:
     """Refuse a base that is not the one that `wanted`, from `describe_base`, describes.
 
-    Routers read hidden states: a vocabulary that has grown, shrunk or been padded is another base only if its other
-    weights are, and there is a warning.
+    Routers read hidden states: a vocabulary that has grown, shrunk or been padded is another base
+    only if its other weights are, and there is a warning.
 
     Raises:
-        AdapterMismatchError: A size or a weight differs; or `files`, of which weights are to be read, hold none.
+        AdapterMismatchError: A size or a weight differs; or `files`, of which weights are to be
+            read, hold none.
     """
     vocabulary = wanted.get("vocab_size")
     resized = type(vocabulary) is int and vocabulary > 0
@@ -100,8 +105,8 @@ def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None 
             continue
         if key not in here or here[key] != value:
             raise AdapterMismatchError(
-                f"this adapter was made for another base model: {key[:64]} is {reprlib.repr(value)}, "
-                f"this model has {here.get(key)!r}"
+                f"this adapter was made for another base model: {key[:64]} is "
+                f"{reprlib.repr(value)}, this model has {here.get(key)!r}"
             )
     expected = wanted.get(SAMPLED, {})
     if not isinstance(expected, dict):
@@ -113,47 +118,51 @@ def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None 
     common = [name for name in expected if name in here[SAMPLED]]
     if resized and not common:
         raise AdapterMismatchError(
-            f"this adapter was made for another base model: vocab_size is {vocabulary!r}, this model has "
-            f"{here['vocab_size']!r}, and no weight can be compared; accept it with hf_depthroute.allow_base_mismatch()"
+            f"this adapter was made for another base model: vocab_size is {vocabulary!r}, this "
+            f"model has {here['vocab_size']!r}, and no weight can be compared; accept it with "
+            "hf_depthroute.allow_base_mismatch()"
         )
     if files is not None and expected and not common:
         raise AdapterMismatchError(
-            "none of the weights that tell this adapter's base model from others is in the base's safetensors files; "
-            "is it quantised, or saved in another form?"
+            "none of the weights that tell this adapter's base model from others is in the base's "
+            "safetensors files; is it quantised, or saved in another form?"
         )
     differing = [name for name in common if not _alike(expected[name], here[SAMPLED][name])]
     off = _distance([(expected[name], here[SAMPLED][name]) for name in common])
     files_named = [str(base[GGUF_FILE])[:64] for base in (wanted, here) if GGUF_FILE in base]
     if differing and files_named and off < _NEAR:
         warnings.warn(
-            f"this base's weights are off by {off:.1%} (median of {len(common)} samples) from those that the adapter "
-            f"was made with, as those of a quantised copy are ({', '.join(files_named)}): it loads, but may lose more",
+            f"this base's weights are off by {off:.1%} (median of {len(common)} samples) from "
+            "those that the adapter was made with, as those of a quantised copy are "
+            f"({', '.join(files_named)}): it loads, but may lose more",
             BaseDiffersWarning,
             stacklevel=2,
         )
     elif differing:
         raise AdapterMismatchError(
-            f"this adapter was made for another base model: {len(differing)} of {len(common)} sampled weights differ, "
-            f"such as {differing[0]}, by {off:.0%} (median of all); load its own base (a copy that was fine-tuned, or "
-            "quantised to another form than GGUF, is another one), or accept this one with "
-            "hf_depthroute.allow_base_mismatch()"
+            f"this adapter was made for another base model: {len(differing)} of {len(common)} "
+            f"sampled weights differ, such as {differing[0]}, by {off:.0%} (median of all); load "
+            "its own base (a copy that was fine-tuned, or quantised to another form than GGUF, is "
+            "another one), or accept this one with hf_depthroute.allow_base_mismatch()"
         )
     if resized:
         warnings.warn(
-            f"this adapter was made with vocab_size {vocabulary}, this model has {here['vocab_size']}; its routers do "
-            "not depend on the vocabulary, so it loads",
+            f"this adapter was made with vocab_size {vocabulary}, this model has "
+            f"{here['vocab_size']}; its routers do not depend on the vocabulary, so it loads",
             BaseDiffersWarning,
             stacklevel=2,
         )
 
 
 def sampled_weights(model: Any, vocabulary: int | None = None) -> dict[str, float]:
-    """One value of each weight of the first, the middle and the last decoder layer and of the embeddings, by name.
+    """One value of each weight of the first, the middle and the last decoder layer and of the
+    embeddings, by name.
 
-    With `vocabulary`, the embeddings' value is the one that a model with that many rows is sampled at, if it is there.
+    With `vocabulary`, the embeddings' value is the one that a model with that many rows is sampled
+    at, if it is there.
 
-    Adapter weights are not the base's; names are those that the base had without them. Left out is what cannot be
-    read: offloaded, sharded and quantised weights.
+    Adapter weights are not the base's; names are those that the base had without them. Left out is
+    what cannot be read: offloaded, sharded and quantised weights.
     """
     found = {}
     for name, weight in _sampled(model):
@@ -176,7 +185,8 @@ def sampled_weights(model: Any, vocabulary: int | None = None) -> dict[str, floa
 def stored_weights(
     model: Any, files: Iterable[Path], vocabulary: int | None = None
 ) -> dict[str, float]:
-    """`sampled_weights` of a model whose weights are in safetensors `files`, read without loading them.
+    """`sampled_weights` of a model whose weights are in safetensors `files`,
+    read without loading them.
 
     Left out is what the files have in another form: under another name or shape, or quantised.
     """
@@ -221,7 +231,8 @@ def _sampled(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _position(name: str, shape: torch.Size, vocabulary: int | None) -> int:
-    """Which of a weight's values is looked at; of the embeddings, that of a model with a vocabulary of that size."""
+    """Which of a weight's values is looked at; of the embeddings,
+    that of a model with a vocabulary of that size."""
     if vocabulary is not None and name.startswith("embeddings."):
         rows = vocabulary
     else:

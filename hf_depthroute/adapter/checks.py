@@ -1,4 +1,5 @@
-"""Checks that refuse an adapter before the model is changed: its name, its sizes, its base, and other adapters."""
+"""Checks that refuse an adapter before the model is changed: its name, its sizes, its base,
+and other adapters."""
 
 from __future__ import annotations
 
@@ -51,9 +52,10 @@ def check_injection(model: nn.Module, name: str, config: PeftConfig, stack: Stac
     family, layers = stack.family, stack.layers
     if any(hasattr(parameter, "ds_id") for parameter in layers[0].parameters()):
         raise ConfigError(
-            "DeepSpeed ZeRO-3 has split the base's weights already, so the adapter cannot be sized by them; "
-            "load it and inject before the Accelerator or the TrainingArguments are made (after that transformers "
-            "splits what it loads, with zero3_init_flag: false too), and let ZeRO-3 split both"
+            "DeepSpeed ZeRO-3 has split the base's weights already, so the adapter cannot be sized "
+            "by them; load it and inject before the Accelerator or the TrainingArguments are made "
+            "(after that transformers splits what it loads, with zero3_init_flag: false too), and "
+            "let ZeRO-3 split both"
         )
     if not isinstance(config, DepthRouteConfig):
         raise ConfigError(
@@ -67,8 +69,9 @@ def check_injection(model: nn.Module, name: str, config: PeftConfig, stack: Stac
     ]
     if config.modules_to_save and others:
         raise ConfigError(
-            f"modules_to_save={config.modules_to_save}: PEFT would switch the copies off next to a {_kind(others[0])} "
-            "adapter; give modules_to_save to that adapter, or merge it first with merge_and_unload()"
+            f"modules_to_save={config.modules_to_save}: PEFT would switch the copies off next to a "
+            f"{_kind(others[0])} adapter; give modules_to_save to that adapter, or merge it first "
+            "with merge_and_unload()"
         )
     if config.base_architecture is not None:
         check_base(model, config.base_architecture)
@@ -80,7 +83,8 @@ def check_injection(model: nn.Module, name: str, config: PeftConfig, stack: Stac
 def _check_parts(
     model: Any, family: Family, layers: Any, routed: list[int], config: DepthRouteConfig
 ) -> None:
-    """Raise `ConfigError` where a layer lacks what the configuration routes, or a part would be absurdly wide."""
+    """Raise `ConfigError` where a layer lacks what the configuration routes,
+    or a part would be absurdly wide."""
     width = width_of(layers[0], family)
     widest = max(4 * width, _SMALL_WIDTH)
     for index in routed:
@@ -93,7 +97,8 @@ def _check_parts(
     for name in ("gate_hidden", "context_dim", "summary_dim", "action_dim"):
         if (getattr(config, name) or 0) > widest:
             raise ConfigError(
-                f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}"
+                f"{name}={getattr(config, name)} must be at most {widest} on a model of width "
+                f"{width}"
             )
     if config.has_memory:
         _check_memory(config, len(routed), widest)
@@ -105,7 +110,8 @@ def _check_parts(
         count = getattr(experts, "num_experts", 0)
         if not count:
             raise ConfigError(
-                f"target={config.target!r}: layer {index} has no experts; use target='ffn' or other layers"
+                f"target={config.target!r}: layer {index} has no experts; use target='ffn' or "
+                "other layers"
             )
         for expert in (config.dropped_experts or [[]] * len(routed))[place]:
             if expert >= count:
@@ -115,7 +121,8 @@ def _check_parts(
 
 
 def default_rank(config: DepthRouteConfig, width: int, ffn: Any, layer_index: int = -1) -> int:
-    """The rank of a layer's branch where the configuration names none; by default, of the layers without a pattern."""
+    """The rank of a layer's branch where the configuration names none; by default,
+    of the layers without a pattern."""
     branch, neurons = config.branch_of(layer_index), neurons_of(ffn)
     if branch == "swiglu":
         return default_width(neurons or 4 * width)
@@ -127,8 +134,8 @@ def _check_neurons(config: DepthRouteConfig, family: Family, layers: Any, index:
     count, wanted = neurons_of(getattr(layers[index], family.ffn)), config.rank_of(index)
     if count is None:
         raise ConfigError(
-            f"branch='neurons': the FFN of layer {index} has no up_proj, act_fn and down_proj of its own (a fused "
-            "projection, a mixture or another form); use branch='lowrank'"
+            f"branch='neurons': the FFN of layer {index} has no up_proj, act_fn and down_proj of "
+            "its own (a fused projection, a mixture or another form); use branch='lowrank'"
         )
     if (wanted or 1) > count:
         raise ConfigError(
@@ -137,18 +144,19 @@ def _check_neurons(config: DepthRouteConfig, family: Family, layers: Any, index:
 
 
 def _check_memory(config: DepthRouteConfig, layers: int, widest: int) -> None:
-    """Raise `ConfigError` where a memory would look up too much for a token, or hold too much in all its layers."""
+    """Raise `ConfigError` where a memory would look up too much for a token,
+    or hold too much in all its layers."""
     embedding = embedding_width(config)
     if embedding > widest:
         raise ConfigError(
-            f"memory_width={config.memory_width}: {hash_count(config)} hashes look up {embedding} numbers for a token; "
-            f"on this model at most {widest}"
+            f"memory_width={config.memory_width}: {hash_count(config)} hashes look up {embedding} "
+            f"numbers for a token; on this model at most {widest}"
         )
     numbers = layers * config.memory_slots * config.memory_width
     if numbers > _MEMORY_NUMBERS:
         raise ConfigError(
-            f"memory_slots={config.memory_slots}: {numbers:,} numbers in {layers} layers; at most {_MEMORY_NUMBERS:,}, "
-            "4 GiB in float32"
+            f"memory_slots={config.memory_slots}: {numbers:,} numbers in {layers} layers; at most "
+            f"{_MEMORY_NUMBERS:,}, 4 GiB in float32"
         )
 
 
@@ -161,7 +169,8 @@ def check_name_is_free(model: nn.Module, name: str) -> None:
                 )
         elif isinstance(module, BaseTunerLayer) and name in module._get_available_adapters():
             raise ConfigError(
-                f"adapter name {name!r} is taken by a {_kind(module)} adapter on this model; pass adapter_name='router'"
+                f"adapter name {name!r} is taken by a {_kind(module)} adapter on this model; pass "
+                "adapter_name='router'"
             )
 
 
@@ -173,7 +182,8 @@ def _kind(layer: nn.Module) -> str:
 def add_of_same_method(
     add: Any, self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """`PeftModel.add_adapter`, which takes one method; where routing is one of two, the error names the way."""
+    """`PeftModel.add_adapter`, which takes one method; where routing is one of two,
+    the error names the way."""
     methods = [
         getattr(config, "peft_type", None)
         for config in (self.peft_config[self.active_adapter], peft_config)
@@ -182,8 +192,9 @@ def add_of_same_method(
         getattr(method, "value", method) for method in methods
     ]:
         raise ConfigError(
-            f"add_adapter({adapter_name!r}, {type(peft_config).__name__}): a PeftModel holds adapters of one "
-            f"method; two go on one base: get_peft_model(model.get_base_model(), config, adapter_name={adapter_name!r})"
+            f"add_adapter({adapter_name!r}, {type(peft_config).__name__}): a PeftModel holds "
+            "adapters of one method; two go on one base: get_peft_model(model.get_base_model(), "
+            f"config, adapter_name={adapter_name!r})"
         )
     add(self, adapter_name, peft_config, *args, **kwargs)
 
@@ -191,7 +202,8 @@ def add_of_same_method(
 def check_generation(
     model: nn.Module, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> None:
-    """Refuse what makes `generate` decide otherwise than it does plainly, with the adapters that are active.
+    """Refuse what makes `generate` decide otherwise than it does plainly,
+    with the adapters that are active.
 
     Args:
         model: The routed model.
@@ -199,8 +211,9 @@ def check_generation(
         options: Those with one.
 
     Raises:
-        ConfigError: Whole sequences are routed, and their decision would be made on a part of the prompt, or on drafted
-            tokens; or prompts alone are, and without a KV cache what was generated is read as one.
+        ConfigError: Whole sequences are routed, and their decision would be made on a part of the
+            prompt, or on drafted tokens; or prompts alone are, and without a KV cache what was
+            generated is read as one.
     """
     configs_given = [
         *arguments[1:2],

@@ -1,9 +1,10 @@
-"""Converting FlexiDepth's published checkpoint into an adapter: "Adaptive Layer-skipping in Pre-trained LLMs".
+"""Converting FlexiDepth's published checkpoint into an adapter:
+"Adaptive Layer-skipping in Pre-trained LLMs".
 
-A checkpoint of the layout of xuan-luo/FlexiDepth-Llama-3-8B-Instruct is a whole Llama whose routed layers have seven
-tensors more: `router.router_{enc,norm,dec,head}.weight` and `router_proj.{gate,down,up}_proj.weight`. There `down_proj`
-leads into the branch and `up_proj` out of it; here the names are those of an FFN. The equations are in
-`parts.flexidepth`.
+A checkpoint of the layout of xuan-luo/FlexiDepth-Llama-3-8B-Instruct is a whole Llama whose routed
+layers have seven tensors more: `router.router_{enc,norm,dec,head}.weight` and
+`router_proj.{gate,down,up}_proj.weight`. There `down_proj` leads into the branch and `up_proj` out
+of it; here the names are those of an FFN. The equations are in `parts.flexidepth`.
 
 Shapes: d model width, b bottleneck width, r branch width.
 """
@@ -70,25 +71,28 @@ _BRANCH_NORM = {"post_attention_layernorm.weight": ("branch", "norm.weight")}
 def convert_flexidepth(
     checkpoint: str | Path, out: str | Path, base: str | None = None
 ) -> DepthRouteConfig:
-    """Write the adapter in a checkpoint of FlexiDepth's layout (arXiv:2503.23798) into a folder of its own.
+    """Write the adapter in a checkpoint of FlexiDepth's layout (arXiv:2503.23798) into a
+    folder of its own.
 
-    In float32 the adapter on its base computes what the checkpoint's own code does. The checkpoint's files are read
-    tensor by tensor: of the base's weights only the norms of the routed layers, and single values that tell this base
-    from others.
+    In float32 the adapter on its base computes what the checkpoint's own code does. The
+    checkpoint's files are read tensor by tensor: of the base's weights only the norms of the routed
+    layers, and single values that tell this base from others.
 
     Args:
         checkpoint: Folder with `config.json` and safetensors files, such as a download of
             xuan-luo/FlexiDepth-Llama-3-8B-Instruct. None of its code runs.
         out: Folder for the adapter.
         base: Folder or Hub id of the plain Llama whose weights the checkpoint has; by default
-            meta-llama/Meta-Llama-3-8B-Instruct, for a checkpoint of its size. A folder is compared with the checkpoint.
+            meta-llama/Meta-Llama-3-8B-Instruct, for a checkpoint of its size. A folder is compared
+            with the checkpoint.
 
     Returns:
         The adapter's configuration, as it was saved.
 
     Raises:
-        AdapterMismatchError: A tensor is missing, unknown, there twice, of another shape or not finite; the
-            configuration is not that of such a checkpoint; or the folder `base` holds another model.
+        AdapterMismatchError: A tensor is missing, unknown, there twice, of another shape or not
+            finite; the configuration is not that of such a checkpoint; or the folder `base` holds
+            another model.
         ConfigError: `out` is the checkpoint's own folder, or `base` has to be named.
         OSError: The disk is full.
     """
@@ -101,7 +105,8 @@ def convert_flexidepth(
     base = base or (PUBLISHED_BASE if sizes == _LLAMA_3_8B else None)
     if base is None:
         raise ConfigError(
-            f"base: {folder} is not of the size of {PUBLISHED_BASE}; name the plain Llama whose weights it has"
+            f"base: {folder} is not of the size of {PUBLISHED_BASE}; name the plain Llama whose "
+            "weights it has"
         )
     model = _without_weights(folder, given)
     model.name_or_path = base
@@ -130,7 +135,8 @@ def convert_flexidepth(
 
 
 def _check_config(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes in a checkpoint's configuration; `AdapterMismatchError` where it is not of the layout."""
+    """The sizes in a checkpoint's configuration; `AdapterMismatchError` where it is
+    not of the layout."""
     for name, most in _MOST.items():
         value = given.get(name)
         if type(value) is not int or not 1 <= value <= most:
@@ -194,7 +200,8 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
 def _check_tensors(
     folder: Path, given: Mapping[str, Any], files: Mapping[str, Any], model: Any
 ) -> tuple[list[int], dict[str, int]]:
-    """The routed layers, and the widths `b` and `r`; every tensor's name, dtype and shape is as it must be."""
+    """The routed layers, and the widths `b` and `r`; every tensor's name,
+    dtype and shape is as it must be."""
     found: dict[int, set[str]] = {}
     base = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     tied = None
@@ -220,7 +227,8 @@ def _check_tensors(
     if listed != layers:
         raise _fault(
             folder,
-            f"config.json: routing_layers={reprlib.repr(listed)}, and {reprlib.repr(layers)} have routers",
+            f"config.json: routing_layers={reprlib.repr(listed)}, and {reprlib.repr(layers)} have "
+            "routers",
         )
     wanted = [f"model.layers.{layer}.{part}" for layer in layers for part in _TENSORS]
     for name in (*wanted, *base):

@@ -1,4 +1,5 @@
-"""Is this folder an adapter that can be trusted to load? Reads its two files; no model, no network, no code."""
+"""Is this folder an adapter that can be trusted to load? Reads its two files; no model,
+no network, no code."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ _PART = re.compile(r"(\d+)\.routing\.depth_route_([a-z]+)\.(.+)")
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at: `state` is `"ok"`, `"note"` or `"fault"`; `text` is one line."""
+    """One thing that was looked at: `state` is `"ok"`, `"note"` or `"fault"`;
+    `text` is one line."""
 
     state: str
     text: str
@@ -82,7 +84,10 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
         static = f"; static, without one: {config.static_layers}"
     yield (
         "ok",
-        f"routes {' and '.join(config.targets())} of layers {config.layers} with gate {config.gate}{static}",
+        (
+            f"routes {' and '.join(config.targets())} of layers {config.layers} with gate "
+            f"{config.gate}{static}"
+        ),
     )
     sampled = (config.base_architecture or {}).get(SAMPLED, {})
     if not isinstance(sampled, dict):
@@ -108,7 +113,8 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read(content: dict[str, Any]) -> SavedAdapter:
-    """The configuration; as loading reads it where it has fields that are not known here, such as a newer PEFT's."""
+    """The configuration; as loading reads it where it has fields that are not known here,
+    such as a newer PEFT's."""
     if content.keys() <= {field.name for field in fields(SavedAdapter)}:
         return SavedAdapter(**content)
     from ..config.adapter import DepthRouteConfig
@@ -147,7 +153,8 @@ def _examine_weights(path: Path, config: SavedAdapter) -> Iterator[tuple[str, st
 def _examine_layers(
     tensors: dict[str, torch.Tensor], config: SavedAdapter
 ) -> Iterator[tuple[str, str]]:
-    """Every routed layer has to hold the same parts, in the same shapes; a static one has no gate."""
+    """Every routed layer has to hold the same parts, in the same shapes;
+    a static one has no gate."""
     parts: dict[int, dict[str, Any]] = defaultdict(dict)
     for name, value in tensors.items():
         found = _PART.search(name)
@@ -172,7 +179,10 @@ def _examine_layers(
         if missing or not (parts[layer] or branches[layer]):
             yield (
                 "fault",
-                f"layer {layer} does not hold what the others hold: {', '.join(missing[:3]) or 'nothing'}",
+                (
+                    f"layer {layer} does not hold what the others hold: "
+                    f"{', '.join(missing[:3]) or 'nothing'}"
+                ),
             )
             return
         for part, shape in parts[layer].items():
@@ -193,7 +203,10 @@ def _examine_layers(
         counts = sorted({len(ungated) + len(branches[layer]) for layer in set(routed) - set(gated)})
         yield (
             "ok",
-            f"{len(routed) - len(gated)} static layers with {' or '.join(map(str, counts))} tensors each",
+            (
+                f"{len(routed) - len(gated)} static layers with {' or '.join(map(str, counts))} "
+                "tensors each"
+            ),
         )
     if config.has_memory:
         yield from _examine_slots(tensors)
@@ -213,7 +226,8 @@ def _examine_slots(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]
 def _examine_parts(
     shapes: dict[str, tuple[int, ...]], config: SavedAdapter, width: int
 ) -> Iterator[tuple[str, str]]:
-    """Whether a layer holds the gate and the memory that the config names, in the sizes that it names."""
+    """Whether a layer holds the gate and the memory that the config names,
+    in the sizes that it names."""
     with torch.device("meta"):
         gate, wider = (GATES[config.gate](width, config, scores).state_dict() for scores in (1, 2))
         memory = {}
@@ -258,12 +272,18 @@ def _examine_branch(
         if chosen != (rank,) or down != (width, rank):
             yield (
                 "fault",
-                f"layer {layer}: the branch has {chosen} neurons and an output {down}, not {rank} neurons",
+                (
+                    f"layer {layer}: the branch has {chosen} neurons and an output {down}, not "
+                    f"{rank} neurons"
+                ),
             )
     elif shapes and up != (rank, width):
         yield "fault", f"layer {layer}: the branch has shape {up}, not ({rank}, {width})"
     elif shapes.get("branch.gate.weight") != ((rank, width) if branch == "swiglu" else None):
         yield (
             "fault",
-            f"layer {layer}: branch={branch!r}, and its gate has shape {shapes.get('branch.gate.weight')}",
+            (
+                f"layer {layer}: branch={branch!r}, and its gate has shape "
+                f"{shapes.get('branch.gate.weight')}"
+            ),
         )

@@ -1,7 +1,9 @@
-"""An adapter's two files, read strictly and without a model: `adapter_config.json` and `adapter_model.safetensors`.
+"""An adapter's two files, read strictly and without a model:
+`adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT takes what Python's JSON reader makes of a config and whatever tensors a file holds. Here a file is what a save of
-this library wrote, whole, or it is refused with one line that names the file, what is wrong and what to do.
+PEFT takes what Python's JSON reader makes of a config and whatever tensors a file holds. Here a
+file is what a save of this library wrote, whole, or it is refused with one line that names the
+file, what is wrong and what to do.
 """
 
 from __future__ import annotations
@@ -33,15 +35,16 @@ _MAX_README_BYTES = 1 << 20
 
 
 class AdapterMismatchError(OneLine, ValueError):
-    """An adapter does not belong to this model, or its files do not hold exactly what a save wrote."""
+    """An adapter does not belong to this model, or its files do not hold exactly
+    what a save wrote."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises:
-        AdapterMismatchError: It is no such file; it is larger than 1 MiB, nested more than 8 deep, repeats a key, or
-            holds a number that JSON does not know.
+        AdapterMismatchError: It is no such file; it is larger than 1 MiB, nested more than 8 deep,
+            repeats a key, or holds a number that JSON does not know.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -56,7 +59,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
     def no_constant(name: str) -> Any:
         raise AdapterMismatchError(
-            f"{path}: holds the value {name}, which JSON does not have; write a finite number or null"
+            f"{path}: holds the value {name}, which JSON does not have; write a finite number or "
+            "null"
         )
 
     try:
@@ -95,10 +99,13 @@ def read_readme(folder: Path) -> bytes:
 
 
 def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse an adapter folder whose weights are not those that `config` was saved with. No weights: nothing to check.
+    """Refuse an adapter folder whose weights are not those that `config` was saved with.
+
+    No weights: nothing to check.
 
     Raises:
-        AdapterMismatchError: The weights are corrupt, hold a tensor that is no adapter's, or are another save's.
+        AdapterMismatchError: The weights are corrupt, hold a tensor that is no adapter's, or are
+            another save's.
     """
     path = folder / WEIGHTS_NAME
     if not path.is_file():
@@ -115,13 +122,14 @@ def _check_hash(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping
     wanted = config.get("weights_hash")
     if wanted is not None and tensors_hash(tensors) != wanted:
         raise AdapterMismatchError(
-            f"{path}: corrupt, or of another save than {CONFIG_NAME}: its hash is not the one there; "
-            "copy both files again, or save again"
+            f"{path}: corrupt, or of another save than {CONFIG_NAME}: its hash is not the one "
+            "there; copy both files again, or save again"
         )
 
 
 def check_header(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a weights file whose names, dtypes and sizes are not those of `config`; no value is read.
+    """Refuse a weights file whose names, dtypes and sizes are not those of `config`;
+    no value is read.
 
     Raises:
         AdapterMismatchError: As `check_folder`, or there is no such file.
@@ -172,7 +180,8 @@ def _checked(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Any, dict[
 
 
 def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
-    """`sha256:...` over names, dtypes, shapes and bytes, whatever the order and PEFT's prefix of the names."""
+    """`sha256:...` over names, dtypes, shapes and bytes,
+    whatever the order and PEFT's prefix of the names."""
     digest = hashlib.sha256()
     for name, value in sorted(
         (name.removeprefix(WRAPPER), value) for name, value in tensors.items()

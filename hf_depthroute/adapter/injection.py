@@ -1,4 +1,5 @@
-"""Entering a model and leaving it: every decoder layer's class, and the hook on the stack that holds the layers."""
+"""Entering a model and leaving it: every decoder layer's class,
+and the hook on the stack that holds the layers."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ _handed_down: ContextVar[ForwardContext | None] = ContextVar(
 
 
 def enter(stack: Stack) -> None:
-    """Switch every decoder layer of `stack` to its routed subclass. A second call changes nothing."""
+    """Switch every decoder layer of `stack` to its routed subclass.
+
+    A second call changes nothing.
+    """
     if _hand_down not in stack.decoder._forward_pre_hooks.values():
         stack.decoder.register_forward_pre_hook(_hand_down, with_kwargs=True)
     for layer in stack.layers:
@@ -43,7 +47,10 @@ def enter(stack: Stack) -> None:
 
 
 def swap(layer: Any, forward: Forward) -> None:
-    """Switch a decoder layer to its routed subclass, whose `forward` is given. A second call changes nothing."""
+    """Switch a decoder layer to its routed subclass, whose `forward` is given.
+
+    A second call changes nothing.
+    """
     if not hasattr(layer, "_depth_route_base"):
         base: Any = type(layer)
         _set_class(layer, routed_class(base, forward))
@@ -69,7 +76,8 @@ def _unhook(module: nn.Module, function: Any) -> None:
 
 
 def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of the decoder stack: give the layers, by one keyword, what only the stack knows."""
+    """Forward pre-hook of the decoder stack: give the layers, by one keyword,
+    what only the stack knows."""
     stack: RoutedStack = getattr(decoder, STACK)
     inputs, family = _inputs(args, kwargs), stack.family
     if not family.passes_keywords:
@@ -80,8 +88,9 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     active = _active(stack)
     if _splits_a_packed_row(active, inputs, kwargs):
         raise ConfigError(
-            "granularity='sequence' decides once for a row, and this row holds several sequences: turn packing "
-            "(padding-free batches, continuous batching) off, or route with granularity='token'"
+            "granularity='sequence' decides once for a row, and this row holds several sequences: "
+            "turn packing (padding-free batches, continuous batching) off, or route with "
+            "granularity='token'"
         )
     if decoder.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         warn_of_training(decoder, active, inputs)
@@ -120,7 +129,8 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _of_shape(
     in_full: torch.Tensor, inputs: torch.Tensor, real: torch.Tensor | None
 ) -> torch.Tensor:
-    """The real tokens among those that a caller runs in full, bool `[B, T]` on the input's device."""
+    """The real tokens among those that a caller runs in full,
+    bool `[B, T]` on the input's device."""
     if in_full.shape != inputs.shape[:2]:
         raise ValueError(
             f"in_full has shape {tuple(in_full.shape)}, the input {tuple(inputs.shape[:2])}"
@@ -130,7 +140,8 @@ def _of_shape(
 
 
 def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of layers whose stack keeps its keywords to itself; the first, so that others see them too."""
+    """Forward pre-hook of layers whose stack keeps its keywords to itself; the first,
+    so that others see them too."""
     return args, {**kwargs, CONTEXT: _handed_down.get()}
 
 
@@ -167,9 +178,11 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Non
 
 
 def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Which new tokens of a call of the decoder stack are real, bool `[B, T]`; None if its mask does not say.
+    """Which new tokens of a call of the decoder stack are real, bool `[B, T]`;
+    None if its mask does not say.
 
-    Layers see a 4D mask, a boolean mask, none, or a block mask, depending on the attention implementation.
+    Layers see a 4D mask, a boolean mask, none, or a block mask, depending on the attention
+    implementation.
     """
     inputs = _inputs(args, kwargs)
     mask = kwargs.get("attention_mask")
@@ -192,9 +205,11 @@ def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
 
 
 def _of_new_tokens(mask: torch.Tensor, length: int, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The columns of the new tokens of a mask `[B, S]`, bool `[B, T]`, which are at the positions after the cache's.
+    """The columns of the new tokens of a mask `[B, S]`, bool `[B, T]`,
+    which are at the positions after the cache's.
 
-    A mask may be longer, as one that was made for a whole static cache. In one that is shorter, they come last.
+    A mask may be longer, as one that was made for a whole static cache. In one that is shorter,
+    they come last.
     """
     spare, cache = mask.shape[1] - length, cache_of(kwargs)
     past = 0 if cache is None else cache.get_seq_length()
@@ -244,7 +259,8 @@ def _ends_of(
 def token_ids_of(
     inputs: torch.Tensor, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The token ids of a call of the decoder stack, `[B, T]`, and where in them a document starts, bool `[B, T]`.
+    """The token ids of a call of the decoder stack, `[B, T]`, and where in them a document starts,
+    bool `[B, T]`.
 
     One starts where `document_starts` or `cu_seq_lens_q` says so; None if neither says anything.
 
@@ -257,7 +273,8 @@ def token_ids_of(
         )
     if is_paged(kwargs):
         raise ConfigError(
-            "the adapter's memory does not know a request's earlier tokens in continuous batching; generate without it"
+            "the adapter's memory does not know a request's earlier tokens in continuous batching; "
+            "generate without it"
         )
     starts = None
     ends, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
@@ -271,7 +288,8 @@ def token_ids_of(
 
 @functools.cache
 def routed_class(base: Any, forward: Forward) -> Any:
-    """The subclass that decoder layers of class `base` are switched to: same name and module, our `forward`."""
+    """The subclass that decoder layers of class `base` are switched to: same name and module,
+    our `forward`."""
     names = tuple(inspect.signature(base.forward).parameters)[2:]
     cls = type(base)(
         base.__name__,
@@ -293,8 +311,8 @@ def routed_class(base: Any, forward: Forward) -> Any:
 
 
 def _set_class(layer: Any, cls: Any) -> None:
-    # accelerate keeps the bound forward of the class it found, and leaves it on the instance when its hook is removed.
-    # Rebind both, or routing is silently off.
+    # accelerate keeps the bound forward of the class it found, and leaves it on the instance when
+    # its hook is removed. Rebind both, or routing is silently off.
     bound, held = ("_old_forward", "forward"), layer.__dict__
     stale = [
         name for name in bound if getattr(held.get(name), "__func__", None) is type(layer).forward

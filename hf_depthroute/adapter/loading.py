@@ -1,7 +1,8 @@
-"""Strict loading: an adapter file holds exactly the adapter's tensors, or it is refused, on every loading path.
+"""Strict loading: an adapter file holds exactly the adapter's tensors, or it is refused,
+on every loading path.
 
-PEFT and transformers load what fits and log the rest: a missing tensor leaves a router random, and a tensor with the
-name of a base weight overwrites it.
+PEFT and transformers load what fits and log the rest: a missing tensor leaves a router random, and
+a tensor with the name of a base weight overwrites it.
 
 Checkpoint key: base_model.model.model.layers.3.routing.depth_route_gate.hidden.weight
 Model key:      base_model.model.model.layers.3.routing.depth_route_gate.default.hidden.weight
@@ -84,8 +85,8 @@ def match_tensors(
     """The tensors of a checkpoint by model key.
 
     Raises:
-        AdapterMismatchError: A tensor is missing, left over, of another shape or kind, or not finite; or they are
-            not those that the config was saved with.
+        AdapterMismatchError: A tensor is missing, left over, of another shape or kind, or not
+            finite; or they are not those that the config was saved with.
     """
     # Copies: what is checked is what is loaded, even if the file is written to meanwhile.
     state_dict = {key: value.detach().clone() for key, value in state_dict.items()}
@@ -126,7 +127,8 @@ def match_tensors(
         named = {key_in_file(key, adapter_name): value for key, value in state_dict.items()}
         if tensors_hash(named) != config.weights_hash:
             raise AdapterMismatchError(
-                "adapter file: its tensors are not those that the config was saved with; copy both files again"
+                "adapter file: its tensors are not those that the config was saved with; copy both "
+                "files again"
             )
         # It was about that file; what the model holds may change from here on.
         config.weights_hash = None
@@ -134,7 +136,8 @@ def match_tensors(
 
 
 def check_same(config: DepthRouteConfig, saved: DepthRouteConfig) -> None:
-    """Raise `AdapterMismatchError` where weights of the adapter `saved` would do something else in that of `config`."""
+    """Raise `AdapterMismatchError` where weights of the adapter `saved` would do something else in
+    that of `config`."""
     skipped = {*_SETTINGS, *_SEEN_IN_TENSORS}
     if not (config.has_memory and saved.has_memory):
         skipped |= {"seed", *MEMORY_FIELDS}
@@ -146,13 +149,14 @@ def check_same(config: DepthRouteConfig, saved: DepthRouteConfig) -> None:
             there = saved.fixed_threshold
         if here != there:
             raise AdapterMismatchError(
-                f"the adapter in the files has {name}={there!r}, the one in the model {here!r}; load it under a name "
-                "of its own"
+                f"the adapter in the files has {name}={there!r}, the one in the model {here!r}; "
+                "load it under a name of its own"
             )
 
 
 def discard(model: nn.Module, adapter_name: str) -> None:
-    """Take out an adapter that could not be loaded; without another one, the model is as it was before."""
+    """Take out an adapter that could not be loaded; without another one,
+    the model is as it was before."""
     if hasattr(model, "get_base_model"):
         base: Any = cast(Any, model).get_base_model()
     else:
@@ -172,10 +176,11 @@ def discard(model: nn.Module, adapter_name: str) -> None:
 
 
 def guard(model: nn.Module) -> None:
-    """Make transformers' own `model.load_adapter` and `from_pretrained(adapter_dir)` as strict as PEFT's path is.
+    """Make transformers' own `model.load_adapter` and `from_pretrained(adapter_dir)` as strict
+    as PEFT's path is.
 
-    They read the file without asking the PEFT method, by a static method looked up on the instance: an attribute of
-    the instance shadows it. `unguard` removes it.
+    They read the file without asking the PEFT method, by a static method looked up on the instance:
+    an attribute of the instance shadows it. `unguard` removes it.
     """
     if isinstance(model, PreTrainedModel):
         setattr(model, _READER, _read_strictly)
@@ -192,7 +197,8 @@ def _read_strictly(
     load_config: Any,
     **kwargs: Any,
 ) -> Any:
-    # transformers renames `depth_route_*` to `depth_route_*.<name>` where the load is for a routed adapter.
+    # transformers renames `depth_route_*` to `depth_route_*.<name>` where the load is for a routed
+    # adapter.
     mapping = load_config.weight_mapping or ()
     ours = [
         entry for entry in mapping if any(PREFIX in pattern for pattern in entry.source_patterns)
@@ -211,9 +217,11 @@ def _read_strictly(
 
 
 def _kept_in_place(model: nn.Module, device_map: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A device map for reading an adapter: its parts stay where they are, whatever is offloaded around them.
+    """A device map for reading an adapter: its parts stay where they are,
+    whatever is offloaded around them.
 
-    Otherwise the parts of a layer on disk would be left at their first values: nothing would fetch them from there.
+    Otherwise the parts of a layer on disk would be left at their first values: nothing would fetch
+    them from there.
     """
     parts = {
         name: routing for name, routing in model.named_modules() if isinstance(routing, Routing)
@@ -228,7 +236,8 @@ def _kept_in_place(model: nn.Module, device_map: Mapping[str, Any] | None) -> di
 
 @contextlib.contextmanager
 def unchanged_on_error(model: nn.Module, adapter_name: str = "default") -> Iterator[None]:
-    """If the block raises, whatever it raises, take out adapter `adapter_name`, unless it was there before.
+    """If the block raises, whatever it raises, take out adapter `adapter_name`,
+    unless it was there before.
 
     Which parameters train, and which modules are in training mode, is then as before, too.
     """
@@ -268,7 +277,8 @@ def has_adapter(model: nn.Module, adapter_name: str) -> bool:
 
 
 def from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> Any:
-    """`PeftConfig.from_json_file`, here `read`, with which every path reads a config before it touches a model."""
+    """`PeftConfig.from_json_file`, here `read`, with which every path reads a config before it
+    touches a model."""
     path = Path(path_json_file)
     if not path.exists():
         return read(cls, path_json_file, **kwargs)  # PEFT says why
@@ -284,10 +294,11 @@ def from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> A
 
 
 def _methods_in(path: Path) -> set[str]:
-    """The PEFT methods that a config names, read without parsing it; empty if one of them cannot be told.
+    """The PEFT methods that a config names, read without parsing it;
+    empty if one of them cannot be told.
 
-    Lists of target modules make the configs of other methods large; what is ours, or does not say whose it is, has the
-    bounds of `read_config`, which also says why a file cannot be read.
+    Lists of target modules make the configs of other methods large; what is ours, or does not say
+    whose it is, has the bounds of `read_config`, which also says why a file cannot be read.
     """
     found: set[str] = set()
     with contextlib.suppress(FileNotFoundError, RefusedFileError):

@@ -1,7 +1,8 @@
 """`modules_to_save`: base modules of which an adapter trains and saves a copy of its own.
 
-PEFT wraps every module whose name ends with one of the given names, and reads whatever tensors a file has for them.
-Here the names must mean modules outside of the layers' list, and a file has every tensor of each copy.
+PEFT wraps every module whose name ends with one of the given names, and reads whatever tensors a
+file has for them. Here the names must mean modules outside of the layers' list, and a file has
+every tensor of each copy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 def check_modules_to_save(
     model: nn.Module, layers: Iterable[nn.Module], names: Iterable[str]
 ) -> None:
-    """Raise `ConfigError` unless every name means at least one module, and none that holds a decoder layer."""
+    """Raise `ConfigError` unless every name means at least one module,
+    and none that holds a decoder layer."""
     layers = set(layers)
     for name in names:
         matched = matching(model, name)
@@ -30,12 +32,14 @@ def check_modules_to_save(
         for path, module in matched.items():
             if isinstance(module, _CONTAINERS) or not layers.isdisjoint(module.modules()):
                 raise ConfigError(
-                    f"modules_to_save: {name!r} means {path}, which cannot be copied; name parts of it"
+                    f"modules_to_save: {name!r} means {path}, which cannot be copied; name parts "
+                    "of it"
                 )
 
 
 def matching(model: nn.Module, name: str) -> dict[str, nn.Module]:
-    """The base's modules whose names end with `name`, by name: no part of a router, such as a gate's `score`."""
+    """The base's modules whose names end with `name`, by name: no part of a router,
+    such as a gate's `score`."""
     routings = [path for path, module in model.named_modules() if isinstance(module, Routing)]
     inside = tuple(f"{path}." for path in routings)
     found = {
@@ -68,7 +72,8 @@ def copy_modules(
 
 
 def set_copies(model: nn.Module, routed: set[str], active: list[str], inference_mode: bool) -> None:
-    """Use the copies of the `active` ones of the `routed` adapters; what holds none of theirs is another method's."""
+    """Use the copies of the `active` ones of the `routed` adapters;
+    what holds none of theirs is another method's."""
     for module in model.modules():
         if isinstance(module, AuxiliaryTrainingWrapper) and not routed.isdisjoint(module._adapters):
             module.set_adapter(
@@ -82,7 +87,8 @@ def key_in_file(key: str, adapter_name: str) -> str:
 
 
 def unwrap(model: nn.Module, adapter_name: str) -> None:
-    """Take an adapter's copies out of the model; where none is left, the base's own module comes back."""
+    """Take an adapter's copies out of the model; where none is left,
+    the base's own module comes back."""
     for parent in list(model.modules()):
         for child_name, child in list(parent.named_children()):
             if not isinstance(child, AuxiliaryTrainingWrapper):

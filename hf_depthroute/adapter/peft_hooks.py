@@ -1,14 +1,15 @@
 """Reading, loading and saving, where PEFT asks the whole library and not the method.
 
-`PeftConfig.from_json_file` is what every path reads a config with before it touches a model; here it is strict.
-`PeftModel.from_pretrained` and `load_adapter`, PEFT's and transformers', inject before they read the weights; here what
-fails is taken out again, and what is loaded into an adapter that is there has to be the same adapter.
-`PeftModel.save_pretrained` writes in place; here it stages and renames. `get_peft_model_state_dict` adds embeddings
-that were resized; here it does not. `print_trainable_parameters` counts; here it says what is routed too. A tuner of
-another method takes over the config of an adapter that has its name, and switches its `modules_to_save` off; here it is
-refused. `get_peft_model` chooses a class by the task; here the model says its task where the configuration does not.
-`set_adapter` goes from layer to layer; here two threads that call it take turns.
-All are wrapped once, on import; adapters of other methods pass through unchanged.
+`PeftConfig.from_json_file` is what every path reads a config with before it touches a model; here
+it is strict. `PeftModel.from_pretrained` and `load_adapter`, PEFT's and transformers', inject
+before they read the weights; here what fails is taken out again, and what is loaded into an adapter
+that is there has to be the same adapter. `PeftModel.save_pretrained` writes in place; here it
+stages and renames. `get_peft_model_state_dict` adds embeddings that were resized; here it does not.
+`print_trainable_parameters` counts; here it says what is routed too. A tuner of another method
+takes over the config of an adapter that has its name, and switches its `modules_to_save` off; here
+it is refused. `get_peft_model` chooses a class by the task; here the model says its task where the
+configuration does not. `set_adapter` goes from layer to layer; here two threads that call it take
+turns. All are wrapped once, on import; adapters of other methods pass through unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from .source import HUB, current_load, folder_of, loading_from, read_whole
 from .tasks import copies_once, make_for_task
 
 _MARK = "_depth_route_wrapped"
-# What else `print_trainable_parameters` says of a model: a line each, or None if there is nothing to say.
+# What else `print_trainable_parameters` says of a model: a line each, or None if there is nothing
+# to say.
 remarks: list[Callable[[PeftModel], str | None]] = []
 
 
@@ -65,7 +67,8 @@ def install() -> None:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace `owner.name` by `around`, which gets the original as its first argument; a second call does nothing."""
+    """Replace `owner.name` by `around`, which gets the original as its first argument;
+    a second call does nothing."""
     found = vars(owner).get(name, getattr(owner, name))
     original = getattr(found, "__func__", found)
     if hasattr(original, _MARK):
@@ -106,16 +109,17 @@ def _init_tuner(
         config = peft_config
     if not isinstance(config, DepthRouteConfig) and has_adapter(model, adapter_name):
         raise ConfigError(
-            f"adapter name {adapter_name!r} is taken by the depth-routed adapter on this model, and PEFT keeps one "
-            f"config per name; give the other one another: adapter_name='tuned'"
+            f"adapter name {adapter_name!r} is taken by the depth-routed adapter on this model, "
+            "and PEFT keeps one config per name; give the other one another: adapter_name='tuned'"
         )
     copied = None
     if not isinstance(config, DepthRouteConfig):
         copied = _copied_by_routed(model)
     if copied is not None:
         raise ConfigError(
-            f"the depth-routed adapter on this model has modules_to_save={copied}, and PEFT would switch the copies "
-            "off next to an adapter of another method; unload it first, or give modules_to_save to the other one"
+            f"the depth-routed adapter on this model has modules_to_save={copied}, and PEFT would "
+            "switch the copies off next to an adapter of another method; unload it first, or give "
+            "modules_to_save to the other one"
         )
     start(self, model, peft_config, adapter_name, *args, **kwargs)
 
@@ -193,7 +197,8 @@ def _load_natively(
 def _loaded(
     read: Callable[[], Any], model: Any, adapter_name: str, source: Any, hub: Mapping[str, Any]
 ) -> Any:
-    """`read()`, which loads adapter `adapter_name` onto `model`; it is read again where it has been saved meanwhile."""
+    """`read()`, which loads adapter `adapter_name` onto `model`;
+    it is read again where it has been saved meanwhile."""
 
     def undone() -> Any:
         with loading_from(model, adapter_name, source, hub), _undone(model, source, adapter_name):
@@ -205,7 +210,8 @@ def _loaded(
 def _check_reload(
     source: Any, config: DepthRouteConfig, base: Any, hub: Mapping[str, Any]
 ) -> str | None:
-    """The hash of the weights of the adapter in `source`, which is the one in the model, of another moment."""
+    """The hash of the weights of the adapter in `source`, which is the one in the model,
+    of another moment."""
     saved = PeftConfig.from_pretrained(source, **hub)
     if not isinstance(saved, DepthRouteConfig):
         raise AdapterMismatchError(
@@ -230,18 +236,20 @@ def _state_dict_of(
     if isinstance(model.peft_config[adapter_name], DepthRouteConfig):
         if save_embedding_layers not in ("auto", False):
             raise ConfigError(
-                f"save_embedding_layers={save_embedding_layers!r}: the file of a routed adapter holds no weights of "
-                "the base; name the embeddings in modules_to_save, or save the base too"
+                f"save_embedding_layers={save_embedding_layers!r}: the file of a routed adapter "
+                "holds no weights of the base; name the embeddings in modules_to_save, or save "
+                "the base too"
             )
         save_embedding_layers = False
     return read(model, state_dict, adapter_name, unwrap_compiled, save_embedding_layers)
 
 
 def _torch_load(read: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replacement for PEFT's loader of other formats than safetensors; it refuses a routed adapter's pickle.
+    """Replacement for PEFT's loader of other formats than safetensors;
+    it refuses a routed adapter's pickle.
 
-    `check_folder` refuses one next to a config. It does not see what a repository of the Hub holds, nor what takes the
-    place of the safetensors after it has looked.
+    `check_folder` refuses one next to a config. It does not see what a repository of the Hub holds,
+    nor what takes the place of the safetensors after it has looked.
     """
     load = current_load()
     if load is not None and has_adapter(load.model, load.adapter_name):
@@ -251,10 +259,12 @@ def _torch_load(read: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _kept_where_it_is(model: Any, source: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Hide how `model` is spread over devices, CPU and disk if the adapter that PEFT loads onto it is a routed one.
+    """Hide how `model` is spread over devices, CPU and disk if the adapter that PEFT loads onto it
+    is a routed one.
 
-    PEFT takes accelerate's hooks off such a base and distributes it anew, as if all memory were free; it fails where
-    weights are on disk. Routers change no base weight and go where their layer runs.
+    PEFT takes accelerate's hooks off such a base and distributes it anew, as if all memory were
+    free; it fails where weights are on disk. Routers change no base weight and go where their layer
+    runs.
     """
     if "hf_device_map" not in vars(model) or not _is_routed(source, kwargs):
         yield
@@ -280,7 +290,8 @@ def _is_routed(source: Any, kwargs: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
-    """Take a routed adapter out again that was not there before and whose weights could not be read."""
+    """Take a routed adapter out again that was not there before and whose weights
+    could not be read."""
     before = has_adapter(model, adapter_name)
     added = False
     try:
@@ -293,7 +304,8 @@ def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
         if added:
             if isinstance(error, SafetensorError):
                 raise AdapterMismatchError(
-                    f"{source}: {WEIGHTS_NAME} is corrupt or not in safetensors format ({error}); download it again"
+                    f"{source}: {WEIGHTS_NAME} is corrupt or not in safetensors format ({error}); "
+                    "download it again"
                 ) from error
             if isinstance(error, KeyError):  # PEFT looks up the tensors of modules_to_save
                 raise AdapterMismatchError(

@@ -1,8 +1,10 @@
-"""Saving an adapter so that its folder holds the old one or the new one, whole, whenever the process is killed.
+"""Saving an adapter so that its folder holds the old one or the new one, whole,
+whenever the process is killed.
 
-PEFT writes the weights over the old ones and then the config. Here both are staged in a folder inside the adapter's,
-written to disk, and renamed: weights first, config last. The config carries the weights' hash, so the one moment in
-which new weights stand next to the old config shows, and `settle` finishes that save.
+PEFT writes the weights over the old ones and then the config. Here both are staged in a folder
+inside the adapter's, written to disk, and renamed: weights first, config last. The config carries
+the weights' hash, so the one moment in which new weights stand next to the old config shows, and
+`settle` finishes that save.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from .files import (
 )
 from .source import alone_in, finish
 
-# What else goes into a folder: each is called with the model, the folder in which its adapters are staged, and theirs.
-# Nothing here knows what that may be; the model card adds itself.
+# What else goes into a folder: each is called with the model, the folder in which its adapters are
+# staged, and theirs. Nothing here knows what that may be; the model card adds itself.
 after_saving: list[Callable[[Any, Path, Path], None]] = []
 
 
@@ -63,10 +65,12 @@ def save_whole(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """`PeftModel.save_pretrained`, here `save`, that stages the files of a model with a depth-routed adapter.
+    """`PeftModel.save_pretrained`, here `save`, that stages the files of a model with a
+    depth-routed adapter.
 
     Raises:
-        OSError: The disk is full, with the path and what is needed; or another process holds the folder's lock.
+        OSError: The disk is full, with the path and what is needed; or another process holds the
+            folder's lock.
         ValueError: `safe_serialization=False`.
     """
     routed = [
@@ -80,7 +84,8 @@ def save_whole(
         return
     if not safe_serialization:
         raise ValueError(
-            "depth-routed adapters are saved in safetensors format only; leave safe_serialization=True"
+            "depth-routed adapters are saved in safetensors format only; leave "
+            "safe_serialization=True"
         )
     for config in routed:
         remember_base(model.get_base_model(), config)
@@ -92,7 +97,8 @@ def save_whole(
 
 
 def _warn_of_thresholds(model: Any) -> None:
-    """Warn if an adapter is about to be saved whose gates train and whose thresholds were never fitted."""
+    """Warn if an adapter is about to be saved whose gates train and whose thresholds
+    were never fitted."""
     for routing in routings_of(model):
         for name, table in routing.depth_route_quantiles.items():
             trained = any(
@@ -109,7 +115,8 @@ def _warn_of_thresholds(model: Any) -> None:
 
 @contextlib.contextmanager
 def staged_save(folder: Path) -> Iterator[Path]:
-    """An empty folder whose files take their places in `folder` at the end of the block, or not at all."""
+    """An empty folder whose files take their places in `folder` at the end of the block,
+    or not at all."""
     created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder):
@@ -133,8 +140,8 @@ def staged_save(folder: Path) -> Iterator[Path]:
             needed = sum(file.stat().st_size for file in stage.rglob("*") if file.is_file())
             raise OSError(
                 errno.ENOSPC,
-                f"disk full while saving the adapter: more than {needed:,} bytes are needed; free some space and save "
-                "again" + ("" if created else "; what was there before is intact"),
+                f"disk full while saving the adapter: more than {needed:,} bytes are needed; free some space and save again"
+                + ("" if created else "; what was there before is intact"),
                 str(folder),
             ) from error
         finally:
@@ -145,7 +152,8 @@ def staged_save(folder: Path) -> Iterator[Path]:
 
 
 def _bring_readme(folder: Path, stage: Path) -> bool:
-    """Copy the README for a card that keeps the user's text; False where there is one that cannot be read."""
+    """Copy the README for a card that keeps the user's text;
+    False where there is one that cannot be read."""
     try:
         (stage / CARD_NAME).write_bytes(read_readme(folder))
     except FileNotFoundError:
@@ -157,10 +165,12 @@ def _bring_readme(folder: Path, stage: Path) -> bool:
 
 
 def _seal(path: Path, weights: Path) -> None:
-    """Write the hash of the staged weights into the staged config, if it is of a depth-routed adapter.
+    """Write the hash of the staged weights into the staged config,
+    if it is of a depth-routed adapter.
 
     Raises:
-        AdapterMismatchError: Loading would refuse the weights; they do not take the place of others.
+        AdapterMismatchError: Loading would refuse the weights; they do not take the place of
+            others.
     """
     content = json.loads(path.read_text(encoding="utf-8"))
     if content.get("peft_type") == PEFT_TYPE and weights.is_file():

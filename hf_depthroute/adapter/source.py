@@ -1,6 +1,8 @@
-"""The folder that an adapter is loaded from, and what is looked at there before a model makes room for it.
+"""The folder that an adapter is loaded from, and what is looked at there before a model
+makes room for it.
 
-Another process may save there meanwhile, or may have been killed while it did; one at a time writes there.
+Another process may save there meanwhile, or may have been killed while it did; one at a time writes
+there.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ def folder_of(source: Any, hub: Mapping[str, Any]) -> Path:
 
 
 def check_tables(config: DepthRouteConfig) -> None:
-    """Refuse a load whose file lacks the tables of n-grams that `config` speaks of; they may be gigabytes.
+    """Refuse a load whose file lacks the tables of n-grams that `config` speaks of;
+    they may be gigabytes.
 
     Raises:
         AdapterMismatchError: The file is missing, or its header does not go with `config`.
@@ -98,7 +101,8 @@ def check_tables(config: DepthRouteConfig) -> None:
 def read_whole(folder: Path, read: Callable[[], Found]) -> Found:
     """Return `read()`, called again if another process has saved into `folder` meanwhile.
 
-    A save replaces two files, one after the other, and each is whole; what is read in between is of two saves.
+    A save replaces two files, one after the other, and each is whole; what is read in between is of
+    two saves.
 
     Raises:
         AdapterMismatchError: As `read`, if the files stay as they are.
@@ -114,7 +118,8 @@ def read_whole(folder: Path, read: Callable[[], Found]) -> Found:
 
 
 def _state(folder: Path) -> list[tuple[int, int, int] | None]:
-    """Which files of an adapter stand in a folder: a file that replaces another one has another number and time."""
+    """Which files of an adapter stand in a folder: a file that replaces another one has another
+    number and time."""
     found: list[tuple[int, int, int] | None] = []
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         try:
@@ -127,7 +132,8 @@ def _state(folder: Path) -> list[tuple[int, int, int] | None]:
 
 
 def settle(folder: Path) -> None:
-    """Finish a save of `folder` that was killed between its two renames; any other leftover is left alone.
+    """Finish a save of `folder` that was killed between its two renames;
+    any other leftover is left alone.
 
     A named adapter is saved from the folder above its own.
     """
@@ -138,7 +144,8 @@ def settle(folder: Path) -> None:
 
 
 def finish(root: Path) -> None:
-    """Put a staged config next to the weights that it was staged with, where those have taken their place already."""
+    """Put a staged config next to the weights that it was staged with,
+    where those have taken their place already."""
     for staged in sorted(root.glob(f"{STAGE_PREFIX}*/**/{CONFIG_NAME}")):
         place = root.joinpath(*staged.relative_to(root).parts[1:])
         if _goes_through_link(staged, root) or _goes_through_link(place.parent, root):

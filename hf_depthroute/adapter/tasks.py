@@ -32,24 +32,25 @@ def task_of(model: nn.Module) -> str:
     if getattr(model, "base_model", model) is model:
         return "FEATURE_EXTRACTION"
     raise ConfigError(
-        f"{name}: its head is of no task that is routed; route a model for generation, sequence or token "
-        "classification, or its AutoModel"
+        f"{name}: its head is of no task that is routed; route a model for generation, sequence or "
+        "token classification, or its AutoModel"
     )
 
 
 def for_task(model: nn.Module, config: DepthRouteConfig) -> DepthRouteConfig:
-    """A copy of `config` for `model`: with its task, and with a classifier's own head among `modules_to_save`.
+    """A copy of `config` for `model`: with its task, and with a classifier's own head among
+    `modules_to_save`.
 
     Raises:
-        ConfigError: The task is a classifier's, and the model has no head of one; or it is to generate, and the model
-            does not, which PEFT would miss when the layers have changed.
+        ConfigError: The task is a classifier's, and the model has no head of one; or it is to
+            generate, and the model does not, which PEFT would miss when the layers have changed.
     """
     config = copy.deepcopy(config)
     config.task_type = config.task_type or task_of(model)
     if config.task_type == "CAUSAL_LM" and not _generates(model):
         raise ConfigError(
-            f"task_type='CAUSAL_LM': {type(model).__name__} does not generate text; leave task_type out, or set it to "
-            f"{task_of(model)!r}"
+            f"task_type='CAUSAL_LM': {type(model).__name__} does not generate text; leave "
+            f"task_type out, or set it to {task_of(model)!r}"
         )
     if config.task_type not in _CLASSIFIERS.values():
         return config
@@ -57,17 +58,20 @@ def for_task(model: nn.Module, config: DepthRouteConfig) -> DepthRouteConfig:
     heads = [name for name in HEADS if name in names]
     if not heads:
         raise ConfigError(
-            f"task_type={config.task_type!r}: {type(model).__name__} has no head named {' or '.join(HEADS)}; load the "
-            f"base with its {'Sequence' if config.task_type == 'SEQ_CLS' else 'Token'}Classification class"
+            f"task_type={config.task_type!r}: {type(model).__name__} has no head named "
+            f"{' or '.join(HEADS)}; load the base with its "
+            f"{'Sequence' if config.task_type == 'SEQ_CLS' else 'Token'}Classification class"
         )
-    # PEFT has added all names of heads, whichever the model has, and again for an adapter that is loaded.
+    # PEFT has added all names of heads, whichever the model has, and again for an adapter that is
+    # loaded.
     others = [name for name in config.modules_to_save or () if name not in HEADS]
     config.modules_to_save = list(dict.fromkeys([*others, *heads]))
     return config
 
 
 def make_for_task(make: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """`peft.get_peft_model`, here `make`, for a configuration that leaves the task to the model; it stays as it is."""
+    """`peft.get_peft_model`, here `make`, for a configuration that leaves the task to the model;
+    it stays as it is."""
     if isinstance(peft_config, DepthRouteConfig) and peft_config.task_type is None:
         peft_config = copy.copy(peft_config)
         peft_config.task_type = task_of(model)
@@ -75,7 +79,8 @@ def make_for_task(make: Any, model: nn.Module, peft_config: Any, *args: Any, **k
 
 
 def copies_once(copy_named: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """`_set_trainable` of PEFT's classes of classifiers, here `copy_named`, which runs after the injection.
+    """`_set_trainable` of PEFT's classes of classifiers, here `copy_named`,
+    which runs after the injection.
 
     A routed adapter has its copies by then, and parts of its gates have the names of heads.
     """

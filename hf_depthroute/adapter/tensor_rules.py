@@ -1,8 +1,10 @@
-"""The tensors that an adapter may have: names, dtypes and sizes by a file's header, and the values of each kind.
+"""The tensors that an adapter may have: names, dtypes and sizes by a file's header,
+and the values of each kind.
 
-A tensor of the right shape can still do harm: a count of -1 divides by zero when training goes on, a table that falls
-has no quantiles, a value of 1e38 is infinite after the first sum. So every kind of tensor has a range, here and nowhere
-else, and a header is compared with the configuration before memory is taken for either.
+A tensor of the right shape can still do harm: a count of -1 divides by zero when training goes on,
+a table that falls has no quantiles, a value of 1e38 is infinite after the first sum. So every kind
+of tensor has a range, here and nowhere else, and a header is compared with the configuration before
+memory is taken for either.
 """
 
 from __future__ import annotations
@@ -69,7 +71,10 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
         if entry.dtype not in _FLOATS and not (
             entry.dtype == "I64" and name.endswith((_COUNTER, _NEURONS))
         ):
-            return f"tensor {name[:_MAX_NAME]} has dtype {entry.dtype}; use one of: {', '.join(_FLOATS)}"
+            return (
+                f"tensor {name[:_MAX_NAME]} has dtype {entry.dtype}; use one of: "
+                f"{', '.join(_FLOATS)}"
+            )
         layer = None
         if own is not None:
             layer = int(own[1])
@@ -92,12 +97,18 @@ def _fault_of_memory(
     wanted = [config.get("memory_slots"), config.get("memory_width")]
     for name, entry in header.items():
         if name.endswith(_TABLE) and entry.shape != wanted:
-            return f"tensor {name[:_MAX_NAME]} has shape {entry.shape}, the config says {reprlib.repr(wanted)}"
+            return (
+                f"tensor {name[:_MAX_NAME]} has shape {entry.shape}, the config says "
+                f"{reprlib.repr(wanted)}"
+            )
     target = TARGETS.get(str(config.get("target")))
     if config.get("branch") != "memory" and not (target is not None and target.reads_ids):
         return None
     if routed is None:
-        return "the config does not list its layers, so their tables cannot be compared; save the adapter again"
+        return (
+            "the config does not list its layers, so their tables cannot be compared; save the "
+            "adapter again"
+        )
     have = {
         int(own[1])
         for name in header
@@ -110,7 +121,8 @@ def _fault_of_memory(
 
 
 def fault_of_values(name: str, value: torch.Tensor) -> str | None:
-    """Why a tensor of an adapter cannot hold these values, such as `"holds values that are not finite"`."""
+    """Why a tensor of an adapter cannot hold these values,
+    such as `"holds values that are not finite"`."""
     kinds = (rule for kind, rule in RULES.items() if name.endswith(kind))
     return next(kinds, _fault_of_weight)(value)
 

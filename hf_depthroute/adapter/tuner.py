@@ -55,11 +55,13 @@ def get_depth_routed_model(
 ) -> PeftModel:
     """Inject routers and cheap branches into `model`; only they train.
 
-    The same as `peft.get_peft_model(model, config, adapter_name)`, except that `config` stays as it is.
+    The same as `peft.get_peft_model(model, config, adapter_name)`, except that `config` stays as it
+    is.
 
     Args:
         model: A transformers model of a supported family. It is changed in place.
-        config: What to inject. None: `DepthRouteConfig()`, the FFNs of the last third of the layers at a budget of 0.5.
+        config: What to inject. None: `DepthRouteConfig()`, the FFNs of the last third of the layers
+            at a budget of 0.5.
         adapter_name: 1 to 64 letters, digits, `_` or `-`.
         **kwargs: Passed to `peft.get_peft_model`.
 
@@ -83,8 +85,9 @@ def get_depth_routed_model(
 class DepthRouteModel(BaseTuner):
     """The tuner of a depth-routed `PeftModel`.
 
-    Every decoder layer's class is switched to one subclass; layers that are routed get one child, `routing`
-    (`hf_depthroute.routing.routing.Routing`), that holds all adapter state. Base weights and their names do not change.
+    Every decoder layer's class is switched to one subclass; layers that are routed get one child,
+    `routing` (`hf_depthroute.routing.routing.Routing`), that holds all adapter state. Base weights
+    and their names do not change.
     """
 
     prefix = PREFIX
@@ -109,8 +112,9 @@ class DepthRouteModel(BaseTuner):
     ) -> None:
         """Add adapter `adapter_name`. All checks come first; when one fails, `model` is untouched.
 
-        With the very configuration that an adapter of the model has, `model.peft_config["default"]`, the new one is a
-        copy of it, thresholds included: TRL makes its reference like this, and copies parameters alone.
+        With the very configuration that an adapter of the model has,
+        `model.peft_config["default"]`, the new one is a copy of it, thresholds included: TRL makes
+        its reference like this, and copies parameters alone.
         """
         config = cast(DepthRouteConfig, self.peft_config[adapter_name])
         twin = next(
@@ -132,8 +136,8 @@ class DepthRouteModel(BaseTuner):
         attends = any(TARGETS[target].skips_attention for target in config.targets())
         if attends and config.granularity == "token" and family.queries is None:
             warnings.warn(
-                f"{type(model).__name__}: attention that is skipped per token is computed and masked in this family; "
-                "nothing is saved there",
+                f"{type(model).__name__}: attention that is skipped per token is computed and "
+                "masked in this family; nothing is saved there",
                 stacklevel=2,
             )
         width = width_of(layers[0], family)
@@ -182,7 +186,8 @@ class DepthRouteModel(BaseTuner):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def _fill(self, model: nn.Module, name: str, config: DepthRouteConfig, stack: Stack) -> None:
-        """Add the adapter's parts to the layers that it routes, and connect what reads elsewhere."""
+        """Add the adapter's parts to the layers that it routes,
+        and connect what reads elsewhere."""
         gate = GATES[config.gate]
         routings: list[Routing] = []
         owner: Routing | None = None
@@ -219,10 +224,13 @@ class DepthRouteModel(BaseTuner):
         RoutedStack(family, stack.decoder, routed, state).keep()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`generate` of the base model. With a draft view as `assistant_model`, the model verifies at full depth.
+        """`generate` of the base model.
+
+        With a draft view as `assistant_model`, the model verifies at full depth.
 
         Raises:
-            ConfigError: The adapter would decide otherwise than in plain generation, see `check_generation`.
+            ConfigError: The adapter would decide otherwise than in plain generation, see
+                `check_generation`.
         """
         if getattr(kwargs.get("assistant_model"), "verified_at_full_depth", False):
             with full_depth(self.model):
@@ -231,7 +239,8 @@ class DepthRouteModel(BaseTuner):
         return self.model.generate(*args, **kwargs)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
-        """Activate routed adapters, with their copies of base modules; other methods' copies stay as they are."""
+        """Activate routed adapters, with their copies of base modules;
+        other methods' copies stay as they are."""
         if isinstance(adapter_name, str):
             names = [adapter_name]
         else:
@@ -248,7 +257,8 @@ class DepthRouteModel(BaseTuner):
         self.active_adapter = adapter_name
 
     def unload(self) -> nn.Module:
-        """Remove every routed adapter; the model as it was before injection, other PEFT methods included."""
+        """Remove every routed adapter; the model as it was before injection,
+        other PEFT methods included."""
         leave(self.model)
         unguard(self.model)
         for name, config in list(self.peft_config.items()):
@@ -277,7 +287,8 @@ class DepthRouteModel(BaseTuner):
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
-        """The name follows `depth_route_*` and precedes a nested module, where PEFT does not look for it."""
+        """The name follows `depth_route_*` and precedes a nested module,
+        where PEFT does not look for it."""
         bare = without_adapter_name(key, adapter_name)
         if bare is None:
             return super()._remove_adapter_name_from_key(key, adapter_name)
@@ -294,8 +305,8 @@ class DepthRouteModel(BaseTuner):
         """Checkpoint keys to model keys.
 
         Raises:
-            AdapterMismatchError: A tensor is missing, left over, of another shape, or not finite; the model is as it
-                was before the call.
+            AdapterMismatchError: A tensor is missing, left over, of another shape, or not finite;
+                the model is as it was before the call.
         """
         return match_tensors(model, config, adapter_name, state_dict)
 
@@ -304,7 +315,8 @@ class DepthRouteModel(BaseTuner):
 
 
 def _drop_empty_routings(layers: Any) -> None:
-    """Take out what deleted adapters left: transformers asks the first routing which adapter is active."""
+    """Take out what deleted adapters left: transformers asks the first routing which
+    adapter is active."""
     for layer in layers:
         routing = layer._modules.get(ROUTING)
         if routing is not None and not routing.depth_route_gate:

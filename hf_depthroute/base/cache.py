@@ -1,8 +1,10 @@
-"""State kept with the KV cache: decisions about whole sequences, and the tokens that a memory has read.
+"""State kept with the KV cache: decisions about whole sequences,
+and the tokens that a memory has read.
 
-A sequence is decided once, when its prompt enters an empty cache; where its attention is skipped, there are no keys and
-values. What is kept has to follow whatever is then done to the cache: reordered for beam search, repeated, selected,
-cropped, reset. So it lives in the cache's own layer object.
+A sequence is decided once, when its prompt enters an empty cache; where its attention is skipped,
+there are no keys and values. What is kept has to follow whatever is then done to the cache:
+reordered for beam search, repeated, selected, cropped, reset. So it lives in the cache's own layer
+object.
 
 Shapes: B sequences of the cache, T new positions, P positions held, M tokens.
 """
@@ -28,8 +30,9 @@ class _Keeping:
     Attributes:
         keep: Bool `[B]`, true for the sequences that run the routed part in full.
         probs: Float32 `[B]`, their `p`.
-        tokens: Int64 `[B, P, M]`, at every position the last tokens, as `parts.memory.suffixes` has them; `[B, 1, M]`,
-            those of the last position, in a layer of fixed size, which is written in place as its keys are.
+        tokens: Int64 `[B, P, M]`, at every position the last tokens, as `parts.memory.suffixes` has
+            them; `[B, 1, M]`, those of the last position, in a layer of fixed size, which is
+            written in place as its keys are.
         seen: Int64 `[]`, of how many positions, in a layer of fixed size.
     """
 
@@ -71,7 +74,8 @@ class _Keeping:
 
 
 class SkippingLayer(DynamicLayer):
-    """A cache layer that holds keys and values of the kept sequences only, and the length of all of them.
+    """A cache layer that holds keys and values of the kept sequences only,
+    and the length of all of them.
 
     Args:
         tokens: As in a layer that keeps them; None if no memory reads them.
@@ -98,8 +102,8 @@ class SkippingLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.keep is None or len(key_states) != int(self.keep.sum()):
             raise ValueError(
-                "this KV cache was filled with whole sequences skipped and cannot be read without the adapter that "
-                "did it; start a new cache"
+                "this KV cache was filled with whole sequences skipped and cannot be read without "
+                "the adapter that did it; start a new cache"
             )
         self.length += key_states.shape[-2]
         return super().update(key_states, value_states, *args, **kwargs)
@@ -151,7 +155,8 @@ class SkippingLayer(DynamicLayer):
 
 
 def cache_layer(cache: Any, index: int) -> Any:
-    """Layer `index` of a cache, made now where the cache makes its layers on first use; None without a cache."""
+    """Layer `index` of a cache, made now where the cache makes its layers on first use;
+    None without a cache."""
     if cache is None:
         return None
     if cache.layer_class_to_replicate is not None:
@@ -161,9 +166,11 @@ def cache_layer(cache: Any, index: int) -> Any:
 
 
 def starts_prompt(kwargs: dict[str, Any], length: int) -> bool:
-    """Whether a call of the decoder stack with `length` new positions begins a prompt, and does not go on with one.
+    """Whether a call of the decoder stack with `length` new positions begins a prompt,
+    and does not go on with one.
 
-    Never waits for a device: of a cache of fixed size elsewhere than on the CPU, more than one position is a prompt.
+    Never waits for a device: of a cache of fixed size elsewhere than on the CPU, more than one
+    position is a prompt.
     """
     if is_paged(kwargs):
         return length > 1 and int(kwargs.get("max_length_q", length)) > 1
@@ -211,7 +218,8 @@ def remembered(cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | No
 def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
     """Store the last tokens at every new position, int64 `[B, T, M]`, of layer `index`.
 
-    Where the layer can be cropped, those of all positions stay; else the last position's do, where they are.
+    Where the layer can be cropped, those of all positions stay; else the last position's do, where
+    they are.
     """
     layer = _keeping_layer(cache, index)
     held, last = layer.tokens, tokens[:, -1:]
@@ -232,11 +240,12 @@ def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
 
 
 def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
-    """The last `count` tokens of every sequence in layer `index`, int64 `[B, count]`; None if the cache is empty.
+    """The last `count` tokens of every sequence in layer `index`, int64 `[B, count]`;
+    None if the cache is empty.
 
     Raises:
-        ValueError: The cache holds tokens that were not stored with it, which a layer of fixed size tells only while
-            it knows none, or on a CPU, uncompiled; or another number of them.
+        ValueError: The cache holds tokens that were not stored with it, which a layer of fixed size
+            tells only while it knows none, or on a CPU, uncompiled; or another number of them.
     """
     layer = cache_layer(cache, index)
     tokens: torch.Tensor | None = getattr(layer, "tokens", None)
@@ -250,7 +259,8 @@ def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
         missing = reads and int(seen) != int(layer.get_seq_length())
     if missing or (tokens is not None and tokens.shape[-1] != count):
         raise ValueError(
-            "this KV cache was filled without the adapter's memory, which has to know its tokens; start a new cache"
+            "this KV cache was filled without the adapter's memory, which has to know its tokens; "
+            "start a new cache"
         )
     return tokens[:, -1] if tokens is not None and known else None
 
@@ -293,7 +303,8 @@ def _keeping(base: Any) -> Any:
 
 
 def _empty_layer(base: Any) -> Any:
-    """A layer of that subclass, whose attributes follow; pickle and copy do not find the subclass by its name."""
+    """A layer of that subclass, whose attributes follow;
+    pickle and copy do not find the subclass by its name."""
     cls = _keeping(base)
     return cls.__new__(cls)
 
@@ -304,7 +315,8 @@ def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_paged(kwargs: dict[str, Any]) -> bool:
-    """Whether a call comes from continuous batching: one row of many sequences, and a paged cache of its own kind.
+    """Whether a call comes from continuous batching: one row of many sequences,
+    and a paged cache of its own kind.
 
     The attention function writes that cache, so it has to run for every token.
     """

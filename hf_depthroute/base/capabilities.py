@@ -1,4 +1,5 @@
-"""The savings of routing in each model family, read from the family table and transformers' configurations."""
+"""The savings of routing in each model family, read from the family table and
+transformers' configurations."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from .families import FAMILIES, VARIANTS, row_of
 
 LEGEND = {
     "skipped": "not computed for the tokens that the gate calls easy",
-    "masked": "computed for every token and left out afterwards: the model is the same, nothing is saved",
+    "masked": (
+        "computed for every token and left out afterwards: the model is the same, nothing is saved"
+    ),
     "ffn only": "the FFN is skipped, the attention masked",
     "-": "the family has no experts",
 }
@@ -17,7 +20,8 @@ LEGEND = {
 
 @dataclass(frozen=True)
 class Support:
-    """One family, or one variant of it; each target is `"skipped"`, `"masked"`, `"ffn only"` or `"-"`.
+    """One family, or one variant of it; each target is `"skipped"`, `"masked"`,
+    `"ffn only"` or `"-"`.
 
     Attributes:
         family: The model type.
@@ -27,8 +31,10 @@ class Support:
         attention: Target `"attention"` per token; keys and values are written for every token.
         block: Target `"block"` per token.
         experts: Target `"experts"`, per pair of a token and an expert.
-        sequence: Targets `"attention"` and `"block"` per sequence, where a layer attends to everything before.
-        sliding: The same in layers with a sliding window; `"-"` for a family whose usual configuration has none.
+        sequence: Targets `"attention"` and `"block"` per sequence, where a layer attends to
+            everything before.
+        sliding: The same in layers with a sliding window; `"-"` for a family whose usual
+            configuration has none.
     """
 
     family: str
@@ -43,7 +49,10 @@ class Support:
 
 
 def support_table() -> list[Support]:
-    """Every supported family with its variants, by name. Reads configurations only: no model is built, none loaded."""
+    """Every supported family with its variants, by name.
+
+    Reads configurations only: no model is built, none loaded.
+    """
     from transformers import AutoConfig
 
     table = []

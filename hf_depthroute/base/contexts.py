@@ -23,7 +23,8 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, for forward passes of the calling thread only: other threads may run the same modules meanwhile."""
+    """`hook`, for forward passes of the calling thread only:
+    other threads may run the same modules meanwhile."""
     own = threading.get_ident()
 
     @functools.wraps(hook)
@@ -50,6 +51,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is tracing; before torch 2.7 that cannot be told from another compiler."""
+    """Whether `torch.export` is tracing; before torch 2.7 that cannot be told from
+    another compiler."""
     asks = getattr(torch.compiler, "is_exporting", None)
     return asks is not None and asks()

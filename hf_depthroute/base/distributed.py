@@ -30,7 +30,8 @@ _sharing: ContextVar[bool] = ContextVar("sharing", default=False)
 
 @contextmanager
 def sharing() -> Iterator[None]:
-    """In this block every process holds a share of the rows, and `total` and what is `of_all` are of all processes.
+    """In this block every process holds a share of the rows,
+    and `total` and what is `of_all` are of all processes.
 
     Outside of it, and in one process, they give back what they are given.
     """
@@ -62,14 +63,16 @@ def each_of_all(value: Any) -> list[Any]:
 
 
 def rows_of_all(rows: torch.Tensor) -> torch.Tensor:
-    """The rows of all processes `[N, ...]`, one process after the other; how many each has may differ."""
+    """The rows of all processes `[N, ...]`, one process after the other;
+    how many each has may differ."""
     if _shares():
         return torch.cat([part.to(rows.device) for part in each_of_all(rows.cpu())])
     return rows
 
 
 def own_share(count: int) -> slice:
-    """Which of `count` rows this process has: shares lie one after the other, as `rows_of_all` puts them together."""
+    """Which of `count` rows this process has: shares lie one after the other,
+    as `rows_of_all` puts them together."""
     if not _shares():
         return slice(0, count)
     rank = dist.get_rank()

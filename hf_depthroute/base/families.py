@@ -1,7 +1,9 @@
-"""Where the parts of a decoder layer are and how they are put together, one table row per model family.
+"""Where the parts of a decoder layer are and how they are put together,
+one table row per model family.
 
-A layer adds the updates of two sublayers, attention and FFN, to the residual stream `h`. With `n1`, `n2` the norms in
-front of them, `o1`, `o2` the norms after them, and `c` a constant, the layouts are:
+A layer adds the updates of two sublayers, attention and FFN, to the residual stream `h`. With `n1`,
+`n2` the norms in front of them, `o1`, `o2` the norms after them, and `c` a constant, the layouts
+are:
 
     sequential   a = h + attention(n1(h));       out = a + ffn(n2(a))
     scaled       a = h + c attention(n1(h));     out = a + c ffn(n2(a))
@@ -9,13 +11,15 @@ front of them, `o1`, `o2` the norms after them, and `c` a constant, the layouts 
     post-norm    a = h + o1(attention(h));       out = a + o2(ffn(a))
     parallel     out = h + attention(n1(h)) + ffn(n2(h))          (n1 and n2 may be one module)
 
-A skipped sublayer adds what the cheap branch makes of the stream before it, or nothing; its norms and `c` are
-part of it and are skipped with it. A skipped block adds the branch's update of `h` alone.
+A skipped sublayer adds what the cheap branch makes of the stream before it, or nothing; its norms
+and `c` are part of it and are skipped with it. A skipped block adds the branch's update of `h`
+alone.
 
-The stream before a sublayer is what its gate and its branch read: `h` for the attention and the block, `a` for the
-FFN. In a parallel layer it is `h` for the FFN too: the FFN does not see what the attention of its layer finds, and
-neither does the decision about it, so it is known before either of them runs. `gate_input="normed"` is what the
-sublayer reads; in a post-norm layer that is the stream itself.
+The stream before a sublayer is what its gate and its branch read: `h` for the attention and the
+block, `a` for the FFN. In a parallel layer it is `h` for the FFN too: the FFN does not see what the
+attention of its layer finds, and neither does the decision about it, so it is known before either
+of them runs. `gate_input="normed"` is what the sublayer reads; in a post-norm layer that is the
+stream itself.
 
 Adding a family with one of these layouts is one row, and no other change.
 """
@@ -31,7 +35,8 @@ from ..files.shown import OneLine
 
 
 class UnsupportedModelError(OneLine, ValueError):
-    """The model's architecture has no row in `FAMILIES`, or a variant of it that cannot be routed."""
+    """The model's architecture has no row in `FAMILIES`,
+    or a variant of it that cannot be routed."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +50,21 @@ class Family:
         ffn_norm: Norm before the FFN; None: the FFN reads the stream as it is.
         ffn: The FFN, or the whole MoE block. Called with `[B, T, d]`.
         final_norm: The decoder stack's norm after its last layer.
-        queries: How the attention projects, a key of `base.projections.STYLES`. None: not known, so attention
-            that is skipped per token is computed and masked, and nothing is saved.
-        experts: The fused experts inside the MoE block, called with `(x [N, d], index [N, K], weights [N, K])`.
+        queries: How the attention projects, a key of `base.projections.STYLES`. None: not known, so
+            attention that is skipped per token is computed and masked, and nothing is saved.
+        experts: The fused experts inside the MoE block, called with
+            `(x [N, d], index [N, K], weights [N, K])`.
         attention_post_norm: Norm of the attention's output, before it is added to the stream.
         ffn_post_norm: Norm of the FFN's output.
-        attention_dropout: Dropout module of the layer for the attention's output; None if it has none of its own.
+        attention_dropout: Dropout module of the layer for the attention's output; None if it has
+            none of its own.
         ffn_dropout: The same for the FFN's output.
         residual_scale: Attribute of the layer that both updates are multiplied by.
         parallel: Whether the FFN reads the layer's input, not the stream after the attention.
-        logits: What the model does to its LM head's output, and the field of its configuration that it does it with:
-            `("multiply" | "divide" | "softcap", field)`.
-        passes_keywords: Whether the decoder stack hands its own keyword arguments down to the layers.
+        logits: What the model does to its LM head's output, and the field of its configuration that
+            it does it with: `("multiply" | "divide" | "softcap", field)`.
+        passes_keywords: Whether the decoder stack hands its own keyword arguments down to the
+            layers.
         returns_weights: Whether a layer returns `(out, attention weights)` instead of `out`.
     """
 
@@ -80,7 +88,8 @@ class Family:
 
     @property
     def layout(self) -> str:
-        """`"sequential"`, `"scaled"`, `"sandwich"`, `"post-norm"` or `"parallel"`; see this module's docstring."""
+        """`"sequential"`, `"scaled"`, `"sandwich"`, `"post-norm"` or `"parallel"`;
+        see this module's docstring."""
         if self.parallel:
             return "parallel"
         if self.ffn_post_norm is not None:
@@ -93,7 +102,8 @@ class Family:
 
     @property
     def dropouts(self) -> tuple[str, ...]:
-        """The dropout modules of a layer; at inference they do nothing, unless something watches them."""
+        """The dropout modules of a layer; at inference they do nothing,
+        unless something watches them."""
         return tuple(
             name for name in (self.attention_dropout, self.ffn_dropout) if name is not None
         )
@@ -119,7 +129,8 @@ _POST_NORM = Family(
 _PARALLEL = Family(ffn_norm="input_layernorm", parallel=True)
 
 _PLAIN = (
-    "arcee", "gemma", "llama", "mistral", "mixtral", "nemotron", "qwen2", "qwen2_moe", "seed_oss", "starcoder2",
+    "arcee", "gemma", "llama", "mistral", "mixtral", "nemotron", "qwen2", "qwen2_moe", "seed_oss",
+    "starcoder2",
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
@@ -196,8 +207,8 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# Model type -> a name for the variant, what the configuration then says, and how the row differs. The first that fits
-# counts.
+# Model type -> a name for the variant, what the configuration then says, and how the row differs.
+# The first that fits counts.
 VARIANTS: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = {
     "stablelm": (
         (
@@ -277,7 +288,8 @@ def field_of(config: Any, name: str) -> Any:
 
 
 def text_config(config: Any) -> Any:
-    """The part of a configuration that describes the language model; all of it, but for models of images and text."""
+    """The part of a configuration that describes the language model; all of it,
+    but for models of images and text."""
     if isinstance(config, dict):
         return config
     return getattr(config, "text_config", None) or config
@@ -310,6 +322,7 @@ def find_decoder(model: nn.Module, family: Family) -> nn.Module:
         ]
     if len(found) != 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: expected one stack of decoder layers named {family.layers!r}, found {len(found)}"
+            f"{type(model).__name__}: expected one stack of decoder layers named "
+            f"{family.layers!r}, found {len(found)}"
         )
     return found[0]

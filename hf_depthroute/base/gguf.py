@@ -1,4 +1,5 @@
-"""Bases that were loaded from a GGUF file: the file's name, and weights that train like any others."""
+"""Bases that were loaded from a GGUF file: the file's name,
+and weights that train like any others."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from .families import field_of
 
 
 def gguf_file_of(config: Any) -> str | None:
-    """The name of the GGUF file that a model of this configuration was loaded from; None for other models."""
+    """The name of the GGUF file that a model of this configuration was loaded from;
+    None for other models."""
     quantised = field_of(config, "quantization_config")
     if getattr(quantised, "quant_method", None) != "gguf":
         return None
@@ -21,7 +23,8 @@ def gguf_file_of(config: Any) -> str | None:
 
 
 def load_dequantised(load: Any, folder: str, gguf_file: str, **how: Any) -> Any:
-    """`load(folder, gguf_file=gguf_file, **how)` with weights that are plain numbers, whatever kernels there are.
+    """`load(folder, gguf_file=gguf_file, **how)` with weights that are plain numbers,
+    whatever kernels there are.
 
     Blocks of a GGUF file take no gradient, and Trainers refuse a model that calls itself quantised.
 

@@ -1,4 +1,5 @@
-"""From the residual stream to logits and losses: final norm, LM head, what comes after the head, cross-entropy.
+"""From the residual stream to logits and losses: final norm, LM head, what comes after the head,
+cross-entropy.
 
 Shapes: B batch, T positions, N rows, d model width, V vocabulary.
 """
@@ -19,12 +20,15 @@ _LOGITS = 2**25  # elements of the logits that exist at one time: 128 MiB in flo
 
 
 class LMHead:
-    """`logits = f(head(norm(stream)))`: `[..., d] -> [..., V]`, `f` a scale or a soft cap where the family has one.
+    """`logits = f(head(norm(stream)))`: `[..., d] -> [..., V]`,
+    `f` a scale or a soft cap where the family has one.
 
     Args:
-        model: A transformers model of a supported family with an LM head, or a `PeftModel` around one.
+        model: A transformers model of a supported family with an LM head, or a `PeftModel` around
+            one.
 
-    The head and the norm are the model's of the moment: resizing its embeddings gives it another head.
+    The head and the norm are the model's of the moment: resizing its embeddings gives it another
+    head.
 
     Raises:
         ValueError: The model has no LM head.
@@ -58,7 +62,8 @@ class LMHead:
         return logits / value
 
     def chunks(self, *rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Tensors of N rows in pieces, of so few rows that a piece's logits have at most `_LOGITS` elements."""
+        """Tensors of N rows in pieces, of so few rows that a piece's logits have at most
+        `_LOGITS` elements."""
         size = max(1, _LOGITS // int(text_config(self._model.config).vocab_size))
         return zip(*(part.split(size) for part in rows))
 
@@ -78,13 +83,14 @@ def check_head(model: nn.Module, wanted: str) -> None:
         else:
             base = model
         raise ValueError(
-            f"{wanted} needs a model with an LM head, and {type(base).__name__} has none; use it on a causal language "
-            "model"
+            f"{wanted} needs a model with an LM head, and {type(base).__name__} has none; use it "
+            "on a causal language model"
         )
 
 
 def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats of each position's prediction, float32 `[...]`; 0 where the target is -100.
+    """Cross-entropy in nats of each position's prediction, float32 `[...]`;
+    0 where the target is -100.
 
     Args:
         logits: `[..., V]`.
@@ -99,8 +105,10 @@ def predicting(labels_BT: torch.Tensor, token_mask_BT: torch.Tensor | None) -> t
     """Bool `[B, T - 1]`: the positions whose next token is to be predicted.
 
     Args:
-        labels_BT: As in transformers: position `t` predicts `labels[:, t + 1]`; -100 is not predicted.
-        token_mask_BT: Nonzero at real tokens; both the position and the next one have to be. None: all are.
+        labels_BT: As in transformers: position `t` predicts `labels[:, t + 1]`; -100 is not
+            predicted.
+        token_mask_BT: Nonzero at real tokens; both the position and the next one have to be. None:
+            all are.
     """
     counted = labels_BT[:, 1:] != -100
     if token_mask_BT is None:
@@ -110,7 +118,8 @@ def predicting(labels_BT: torch.Tensor, token_mask_BT: torch.Tensor | None) -> t
 
 
 def logit_change(model: nn.Module) -> tuple[str, float] | None:
-    """The model's change to its LM head's output, `("multiply" | "divide" | "softcap", value)`, or None."""
+    """The model's change to its LM head's output,
+    `("multiply" | "divide" | "softcap", value)`, or None."""
     row = stack_of(model).family.logits
     value = None
     if row is not None:

@@ -1,4 +1,5 @@
-"""How the attention of a family projects its input to queries, keys and values: one table row per style.
+"""How the attention of a family projects its input to queries, keys and values:
+one table row per style.
 
 Shapes: B batch, T positions, H query heads, G key-value heads, k head width, d model width.
 """
@@ -22,19 +23,22 @@ class Projections:
     """How the attention of a family makes queries, keys and values.
 
     Args:
-        project: `(attention, x [..., d], names)` -> one projection for each of the names, `[..., H * k]` or
-            `[..., G * k]`; `names` is `"q"`, `"kv"` or `"qkv"`.
-        heads: `(attention, projection, "q", "k" or "v") -> [..., H or G, k]`, before the rotary embedding.
-        weights: Names of the attention's children that a skipped query does not meet, and the part of each: of a fused
-            projection, the rows that are the query's.
+        project: `(attention, x [..., d], names)` -> one projection for each of the names,
+            `[..., H * k]` or `[..., G * k]`; `names` is `"q"`, `"kv"` or `"qkv"`.
+        heads: `(attention, projection, "q", "k" or "v") -> [..., H or G, k]`, before the rotary
+            embedding.
+        weights: Names of the attention's children that a skipped query does not meet, and the part
+            of each: of a fused projection, the rows that are the query's.
         output: Name of the output projection.
         dropout: Name of the dropout module behind it; None if the attention has none of its own.
-        rotates: `(attention) -> bool`: whether queries and keys are rotated by `position_embeddings`; some families
-            leave it to three layers of four, or to those with a sliding window.
-        halves: Whether the rotation is the usual one, of the halves of a head. Otherwise it is the model's own
-            function, and row ops do not do it.
+        rotates: `(attention) -> bool`: whether queries and keys are rotated by
+            `position_embeddings`; some families leave it to three layers of four, or to those with
+            a sliding window.
+        halves: Whether the rotation is the usual one, of the halves of a head. Otherwise it is the
+            model's own function, and row ops do not do it.
         softcap: Whether the kernel is given the attention's `attn_logit_softcapping`.
-        fused: Name of the one projection that makes queries, keys and values; None if each has its own.
+        fused: Name of the one projection that makes queries, keys and values; None if each has its
+            own.
     """
 
     project: Callable[[Any, torch.Tensor, str], Sequence[torch.Tensor]]
@@ -48,7 +52,8 @@ class Projections:
     fused: str | None = None
 
     def whole(self, attention: Any) -> bool:
-        """Whether queries, keys and values come out of one call of one module, which nothing may pass by."""
+        """Whether queries, keys and values come out of one call of one module,
+        which nothing may pass by."""
         return self.fused is not None and not is_readable(
             getattr(attention, self.fused), nn.Linear, Conv1D
         )
@@ -63,7 +68,8 @@ class Projections:
     def keys_values(
         self, attention: Any, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`[B, T, d] -> [B, T, G, k]` twice, before the rotary embedding; and, where it came with them, the query's."""
+        """`[B, T, d] -> [B, T, G, k]` twice, before the rotary embedding; and,
+        where it came with them, the query's."""
         *queries, keys, values = self.project(
             attention, x, "qkv" if self.whole(attention) else "kv"
         )
@@ -107,7 +113,8 @@ def _fused(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor
 
 
 def _by_heads(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
-    """GPT-NeoX's fused projection: query, key and value of a head side by side, `[..., H, k]` of each."""
+    """GPT-NeoX's fused projection: query, key and value of a head side by side,
+    `[..., H, k]` of each."""
     fused = attention.query_key_value
     width = attention.head_size
     if names == "qkv":
@@ -184,7 +191,8 @@ STYLES: dict[str, Projections] = {
     "rotary_clipped": replace(_PLAIN, heads=_clipped),
     "rotary_flat_norm": replace(_PLAIN, heads=_flat_norm),
     "rotary_head_norm": _HEAD_NORM,
-    # EXAONE 4: every layer of a model without windows; otherwise those with one, and each knows the model's.
+    # EXAONE 4: every layer of a model without windows; otherwise those with one, and each knows the
+    # model's.
     "rotary_head_norm_some": replace(
         _HEAD_NORM, rotates=lambda a: a.sliding_window is None or bool(a.is_sliding)
     ),

@@ -1,7 +1,8 @@
 """Whether the weights of a module may be read directly, instead of the module being called.
 
-A slice of a fused projection, a kernel that takes weights and a product of several maps pass the call of a module by.
-What hangs on that call is then lost: hooks, offloading, a quantised or a split weight, a forward of the instance's own.
+A slice of a fused projection, a kernel that takes weights and a product of several maps pass the
+call of a module by. What hangs on that call is then lost: hooks, offloading, a quantised or a split
+weight, a forward of the instance's own.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def is_readable(module: Any, *kinds: type[nn.Module]) -> bool:
-    """Whether a call of `module` does what the forward of one of `kinds` does with its weights, and nothing else.
+    """Whether a call of `module` does what the forward of one of `kinds` does with its weights,
+    and nothing else.
 
-    Its type is one of `kinds` itself, its weights are all there, and nothing watches or replaces the call.
+    Its type is one of `kinds` itself, its weights are all there, and nothing watches or replaces
+    the call.
     """
     if type(module) not in kinds or is_watched(module):
         return False
@@ -28,10 +31,11 @@ def is_readable(module: Any, *kinds: type[nn.Module]) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether hooks (accelerate's, too), a forward of its own or a parametrization hang on the call of a module.
+    """Whether hooks (accelerate's, too), a forward of its own or a parametrization hang on the
+    call of a module.
 
-    The hooks by which transformers records outputs stay for good and do nothing until something is recorded; whether
-    that is so, `recorded` says.
+    The hooks by which transformers records outputs stay for good and do nothing until something is
+    recorded; whether that is so, `recorded` says.
     """
     held = module.__dict__
     if "forward" in held or "_hf_hook" in held or "parametrizations" in module._modules:
@@ -51,5 +55,6 @@ def any_watched(parent: nn.Module, names: Iterable[str]) -> bool:
 
 
 def is_whole(weight: Any) -> bool:
-    """Whether a parameter is plain numbers of its shape: not quantised, split over processes or on disk."""
+    """Whether a parameter is plain numbers of its shape: not quantised,
+    split over processes or on disk."""
     return type(weight) is nn.Parameter and not weight.is_meta and not hasattr(weight, "ds_id")

@@ -1,8 +1,9 @@
-"""Outputs that the caller of a model asked for and that hooks below its decoder record: what they see has to be whole.
+"""Outputs that the caller of a model asked for and that hooks below its decoder record:
+what they see has to be whole.
 
-`output_attentions=True` and `output_router_logits=True` are served by hooks of transformers on the attention and on the
-router of every layer. A part that is given some of the tokens only records those, or nothing. Falcon has no such hooks:
-its layers return their attention weights.
+`output_attentions=True` and `output_router_logits=True` are served by hooks of transformers on the
+attention and on the router of every layer. A part that is given some of the tokens only records
+those, or nothing. Falcon has no such hooks: its layers return their attention weights.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def unrecorded(name: str) -> Iterator[None]:
 
 @contextmanager
 def kept_weights(attention: nn.Module) -> Iterator[list[torch.Tensor | None]]:
-    """Gives a list, which holds the attention weights of the last call of `attention` that this thread makes here."""
+    """Gives a list, which holds the attention weights of the last call of `attention` that this
+    thread makes here."""
     kept: list[torch.Tensor | None] = []
     token = _kept.set(kept)
 

@@ -1,4 +1,5 @@
-"""`Stack`: the decoder of a model, its layers and its family; found once, and kept with a model that is routed."""
+"""`Stack`: the decoder of a model, its layers and its family; found once,
+and kept with a model that is routed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Stack:
         return cast(nn.ModuleList, getattr(self.decoder, self.family.layers))
 
     def keep(self) -> None:
-        """From now on `stack_of` answers with this one, for the decoder and for any module around it."""
+        """From now on `stack_of` answers with this one,
+        for the decoder and for any module around it."""
         setattr(self.decoder, STACK, self)
 
     def forget(self) -> None:
@@ -41,10 +43,12 @@ class Stack:
 
 
 def stack_of(model: nn.Module) -> Stack:
-    """The decoder of a transformers model, or of a module around one: the one that is kept, or else what is found.
+    """The decoder of a transformers model, or of a module around one: the one that is kept,
+    or else what is found.
 
     Raises:
-        UnsupportedModelError: The model's family is not supported, or it has no decoder or more than one.
+        UnsupportedModelError: The model's family is not supported, or it has no decoder or more
+            than one.
     """
     kept = kept_stack(model)
     if kept is not None:
@@ -74,7 +78,8 @@ def keeping(model: nn.Module) -> Iterator[Stack]:
 def kept_stack(model: nn.Module) -> Stack | None:
     """The kept `Stack` of the decoder in `model`; None without one.
 
-    It lies with the decoder, a few modules deep, and not in a table by model: a copy of the model has its own.
+    It lies with the decoder, a few modules deep, and not in a table by model: a copy of the model
+    has its own.
     """
     for module in model.modules():
         if STACK in module.__dict__:

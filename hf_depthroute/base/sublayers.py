@@ -1,6 +1,8 @@
-"""The attention and the FFN of a decoder layer, by its row of the family table: what they read and what they add.
+"""The attention and the FFN of a decoder layer, by its row of the family table:
+what they read and what they add.
 
-Shapes: B batch, T positions, d model width. An update is what a sublayer adds to the residual stream.
+Shapes: B batch, T positions, d model width. An update is what a sublayer adds to the residual
+stream.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ Kwargs = dict[str, Any]
 
 
 def norm_of(layer: Any, family: Family, part: str) -> Any:
-    """The norm before `part`, `"attention"` or `"ffn"`; where there is none, a map that changes nothing."""
+    """The norm before `part`, `"attention"` or `"ffn"`; where there is none,
+    a map that changes nothing."""
     if part == "ffn":
         name = family.ffn_norm
     else:
@@ -54,7 +57,8 @@ def ffn_map(layer: Any, family: Family) -> Any:
 
 
 def router_of(layer: Any, family: Family) -> Any:
-    """The router of a layer's experts, `[N, d] -> (logits [N, E], weights, chosen)`; None if the layer has none."""
+    """The router of a layer's experts, `[N, d] -> (logits [N, E], weights, chosen)`;
+    None if the layer has none."""
     ffn = getattr(layer, family.ffn)
     if hasattr(ffn, family.experts):
         return ffn.gate
@@ -62,7 +66,8 @@ def router_of(layer: Any, family: Family) -> Any:
 
 
 def behind(layer: Any, family: Family, part: str, update: torch.Tensor) -> torch.Tensor:
-    """A sublayer's output as it is added to the stream: normed, dropped out, scaled, whichever its family does."""
+    """A sublayer's output as it is added to the stream: normed, dropped out, scaled,
+    whichever its family does."""
     names = (family.attention_post_norm, family.attention_dropout)
     if part == "ffn":
         names = (family.ffn_post_norm, family.ffn_dropout)
@@ -75,9 +80,11 @@ def behind(layer: Any, family: Family, part: str, update: torch.Tensor) -> torch
 
 
 def template_norm(layer: Any, family: Family, part: str) -> tuple[Any, bool]:
-    """A norm of the kind that a branch in place of `part` starts with, and whether its values mean the same there.
+    """A norm of the kind that a branch in place of `part` starts with,
+    and whether its values mean the same there.
 
-    Before `part` where there is one. A norm after it is of the right kind, but scales something else.
+    Before `part` where there is one. A norm after it is of the right kind, but scales something
+    else.
     """
     if part == "ffn":
         front = family.ffn_norm
@@ -101,7 +108,8 @@ def width_of(layer: Any, family: Family) -> int:
 
 
 def hidden_of(output: Any) -> torch.Tensor:
-    """The stream in what a decoder layer returns: some families return attention weights with it."""
+    """The stream in what a decoder layer returns: some families return attention
+    weights with it."""
     if isinstance(output, tuple):
         hidden: torch.Tensor = output[0]
     else:

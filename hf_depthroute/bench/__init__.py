@@ -1,6 +1,7 @@
 """Measured speed of a routed model against its dense base.
 
-`run_cases` measures a list of cases, and `bench` one of each kind. Results are JSON-ready; `measurements` reads them.
+`run_cases` measures a list of cases, and `bench` one of each kind. Results are JSON-ready;
+`measurements` reads them.
 """
 
 from .cases import Case

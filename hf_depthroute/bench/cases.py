@@ -22,8 +22,9 @@ class Case:
         batch: Sequences.
         length: Tokens of the prompt.
         steps: Decoding steps.
-        logits: Which of a prompt's logits are computed: `"all"`, or the `"last"` position's. On CPUs PyTorch copies
-            the head's weights to take the last ones of several sequences, a cost that dilutes every ratio.
+        logits: Which of a prompt's logits are computed: `"all"`, or the `"last"` position's. On
+            CPUs PyTorch copies the head's weights to take the last ones of several sequences, a
+            cost that dilutes every ratio.
         rounds: Rounds; each times every variant once, in random order.
 
     Raises:
@@ -61,13 +62,15 @@ class Case:
 
     @property
     def decoded(self) -> int:
-        """The decoding steps that are timed, of tokens that are given one by one after a prompt; 0 in prefill."""
+        """The decoding steps that are timed, of tokens that are given one by one after a prompt;
+        0 in prefill."""
         if self.case == "decode":
             return self.steps
         return 0
 
     def pass_sizes(self) -> dict[str, Any]:
-        """The sizes of one timed forward pass, as `count_flops` takes them; in decode the middle one's."""
+        """The sizes of one timed forward pass, as `count_flops` takes them;
+        in decode the middle one's."""
         if self.decoded:
             return {
                 "batch": self.batch,

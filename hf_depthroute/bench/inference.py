@@ -1,10 +1,12 @@
 """Measured time of a routed model against its dense base, in prefill and in decode.
 
-    eta = (T_dense - T_routed) / (T_dense - T_ideal),   T_ideal = T_dense * FLOPs_routed / FLOPs_dense
+    eta = (T_dense - T_routed) / (T_dense - T_ideal),   T_ideal = T_dense * FLOPs_routed /
+    FLOPs_dense
 
-`eta` is 1 when every skipped FLOP shows on the clock. `T_dense` is the fastest of the modes measured, and so is
-`T_routed`. All variants share one set of weights, one process and the same tokens; their runs are interleaved in random
-order; times are medians over rounds, and ratios are medians of each round's own ratio.
+`eta` is 1 when every skipped FLOP shows on the clock. `T_dense` is the fastest of the modes
+measured, and so is `T_routed`. All variants share one set of weights, one process and the same
+tokens; their runs are interleaved in random order; times are medians over rounds, and ratios are
+medians of each round's own ratio.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ def measure_inference(
         also: Adds more to the result, by the shares that ran.
 
     Returns:
-        A JSON-ready dict. `dense_ms` (per decoding step), `dense_mode`, `dense_modes`, `dense_error` (relative),
-        `dense_tokens_per_s`; `follows_budget`; `disabled_over_base`; `overheads` of the adapter when disabled and at
-        budget 1; `budgets` with for each `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `full_ratio`,
-        `full_passes`, `flops_routed_over_dense` and `tokens_per_s`. Errors are standard errors of medians; an eta is
-        None if the ideal saves nothing.
+        A JSON-ready dict. `dense_ms` (per decoding step), `dense_mode`, `dense_modes`,
+        `dense_error` (relative), `dense_tokens_per_s`; `follows_budget`; `disabled_over_base`;
+        `overheads` of the adapter when disabled and at budget 1; `budgets` with for each
+        `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `full_ratio`, `full_passes`,
+        `flops_routed_over_dense` and `tokens_per_s`. Errors are standard errors of medians; an eta
+        is None if the ideal saves nothing.
     """
     modes = check_modes(case.baselines, input_ids.device)
     runs = _Runs(variants, case, input_ids)
@@ -65,7 +68,10 @@ def measure_inference(
 
 
 class _Runs:
-    """Runs a case as any variant in any mode. Caches are filled once, and rewound after each run."""
+    """Runs a case as any variant in any mode.
+
+    Caches are filled once, and rewound after each run.
+    """
 
     def __init__(self, variants: Variants, case: Case, input_ids: torch.Tensor) -> None:
         self.variants = variants
@@ -79,8 +85,8 @@ class _Runs:
         def seconds() -> float:
             nonlocal last
             with self._ready(name, mode) as (run, rewind):
-                # What ran before leaves its mark on caches and on the allocator: run once untimed, as in steady use.
-                # In a run of seconds the mark is lost.
+                # What ran before leaves its mark on caches and on the allocator: run once untimed,
+                # as in steady use. In a run of seconds the mark is lost.
                 if last < _LONG:
                     run()
                     rewind()
@@ -136,7 +142,8 @@ class _Runs:
         """The cache that this variant starts from; None if each run makes its own."""
         if not self.case.decoded and mode == "eager":
             return None
-        # Every variant decodes from the same keys and values, unless the cache holds decisions of one variant.
+        # Every variant decodes from the same keys and values, unless the cache holds decisions of
+        # one variant.
         key = (
             name if self.variants.keeps_sequences() else None,
             "eager" if mode == "eager" else "static",
@@ -256,7 +263,8 @@ def _report(times: Times, shares: Shares) -> dict[str, Any]:
 
 
 def eta_of(ratio: float, ideal: float) -> float | None:
-    """`eta` of a time over dense time and its ideal, 4 digits; None if the ideal saves nothing to speak of."""
+    """`eta` of a time over dense time and its ideal, 4 digits;
+    None if the ideal saves nothing to speak of."""
     if 1 - ideal >= _TELLING:
         return round((1 - ratio) / (1 - ideal), 4)
     return None

@@ -35,7 +35,8 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def measurements(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The measurements of a result of `run_cases` or of `bench`; each has `case`, `label` and `setting`."""
+    """The measurements of a result of `run_cases` or of `bench`; each has `case`,
+    `label` and `setting`."""
     if "measurements" in result:
         return list(result["measurements"])
     found = []
@@ -107,7 +108,8 @@ class Change:
         figure: What was measured.
         old: Before.
         new: After.
-        noise: What the difference must exceed to count, in the figure's unit; None if a result does not say.
+        noise: What the difference must exceed to count, in the figure's unit; None if a result does
+            not say.
         ratio: New over old; NaN where the old is 0.
         verdict: `lower`, `higher`, `same` (within the noise), or `noise unknown`.
     """

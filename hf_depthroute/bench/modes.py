@@ -1,7 +1,7 @@
 """How a variant is run, with the KV cache that goes with it.
 
-`eager` fills a `DynamicCache`, `static` a `StaticCache` of the length that is needed, and `compiled` the same
-under `torch.compile`, with CUDA graphs where there is a GPU.
+`eager` fills a `DynamicCache`, `static` a `StaticCache` of the length that is needed, and
+`compiled` the same under `torch.compile`, with CUDA graphs where there is a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def check_modes(names: Sequence[str] | None, device: torch.device) -> tuple[str,
 
 
 def as_run(model: nn.Module, mode: str) -> Callable[..., Any]:
-    """The callable for this mode. A model is compiled once; the compiler's guards tell its variants apart."""
+    """The callable for this mode.
+
+    A model is compiled once; the compiler's guards tell its variants apart.
+    """
     if mode != "compiled":
         return model
     if id(model) not in _compiled:
@@ -101,7 +104,8 @@ def rewind_cache(cache: Any, length: int) -> None:
 
 
 def _raise_recompile_limit() -> None:
-    # Every budget and executor is a graph of its own; the default limit of 8 would send the rest to eager mode.
+    # Every budget and executor is a graph of its own; the default limit of 8 would send the rest to
+    # eager mode.
     config: Any = torch._dynamo.config
     if hasattr(config, "recompile_limit"):
         name = "recompile_limit"

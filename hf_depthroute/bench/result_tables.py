@@ -14,7 +14,8 @@ _PLAIN = {"", "eager / eager"}
 
 
 def tables(result: Mapping[str, Any], others: Makers | None = None) -> list[list[Row]]:
-    """The rows of a table per kind of case that the result has; `others` make the rows of more kinds."""
+    """The rows of a table per kind of case that the result has;
+    `others` make the rows of more kinds."""
     found = [m for m in measurements(result) if "error" not in m]
     makers: Makers = {_times: TIMED, _overheads: TIMED, **(others or {})}
     made = [
@@ -55,9 +56,10 @@ def _times(m: Mapping[str, Any]) -> Iterator[Row]:
             else:
                 name = label
             yield {
-                "case": short_label(m), "variant": name, "share full": f"{routed['full_ratio']:.3f}",
-                "ms": f"{row[f'{label}_ms']:.2f}", "dense ms": f"{m['dense_ms']:.2f}",
-                "speed-up": f"{row['speedup']:.3f}", "FLOPs / dense": f"{routed['flops_routed_over_dense']:.3f}",
+                "case": short_label(m), "variant": name,
+                "share full": f"{routed['full_ratio']:.3f}", "ms": f"{row[f'{label}_ms']:.2f}",
+                "dense ms": f"{m['dense_ms']:.2f}", "speed-up": f"{row['speedup']:.3f}",
+                "FLOPs / dense": f"{routed['flops_routed_over_dense']:.3f}",
                 "eta": "-" if eta is None else f"{eta:.2f}",
                 "tokens/s": f"{row['tokens_per_s']:.0f}",
                 "modes": f"{row['mode']} / {m['dense_mode']}" if "mode" in row else "",

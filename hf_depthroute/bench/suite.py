@@ -1,4 +1,5 @@
-"""Cases of one model measured one after the other in one process: `run_cases`, and `bench` for one size of each."""
+"""Cases of one model measured one after the other in one process: `run_cases`,
+and `bench` for one size of each."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Given:
 
     Attributes:
         model: A model with an active depth-routed adapter, in eval mode; its budget is restored.
-        base: The untouched base, from `dense_view` before the adapter was injected; not timed when None.
+        base: The untouched base, from `dense_view` before the adapter was injected; not timed when
+            None.
         input_ids: Prompts `[B, T]`, repeated up to a case's batch; random tokens when None.
     """
 
@@ -41,7 +43,8 @@ class Given:
 def run_cases(
     cases: Sequence[Case], given: Given, progress: Callable[[str], None] | None = None
 ) -> Result:
-    """Measure all cases of a model, one after the other; every budget is calibrated on a case's tokens first.
+    """Measure all cases of a model, one after the other;
+    every budget is calibrated on a case's tokens first.
 
     A case for which there is not enough memory says so in its result and does not end the run.
 
@@ -145,7 +148,8 @@ def measure(case: Case, given: Given) -> Result:
 
 
 def tokens_of(case: Case, given: Given) -> torch.Tensor:
-    """The prompts, of those that are given or of random tokens, and the tokens of the steps, `[B, T]`."""
+    """The prompts, of those that are given or of random tokens,
+    and the tokens of the steps, `[B, T]`."""
     ids = random_tokens(given.model, case.batch, case.length + case.decoded)
     if given.input_ids is not None:
         ids[:, : case.length] = given.input_ids.to(ids.device)[

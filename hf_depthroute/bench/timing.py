@@ -1,4 +1,5 @@
-"""The machine that figures are measured on, and how they are: interleaved runs, medians, ratios within a round."""
+"""The machine that figures are measured on, and how they are: interleaved runs, medians,
+ratios within a round."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def relative_load() -> float | None:
-    """Processes that wanted to run in the last minute, per core; None if the system does not say."""
+    """Processes that wanted to run in the last minute, per core;
+    None if the system does not say."""
     try:
         return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
     except OSError:
@@ -76,7 +78,8 @@ WARMUP = 1  # rounds that are not counted; in each the workload also runs untime
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median and its standard error, from the quartiles; no error where there are too few rounds to tell."""
+    """A median and its standard error, from the quartiles;
+    no error where there are too few rounds to tell."""
 
     value: float
     error: float | None
@@ -86,7 +89,8 @@ class Estimate:
         if len(values) < 4:
             return cls(statistics.median(values), None)
         low, middle, high = statistics.quantiles(values, n=4)
-        # 1.349 quartile distances to a standard deviation; a median's error is 1.253 times a mean's.
+        # 1.349 quartile distances to a standard deviation; a median's error is 1.253 times a
+        # mean's.
         return cls(middle, 1.253 * (high - low) / 1.349 / len(values) ** 0.5)
 
     def rounded(self) -> tuple[float, float | None]:

@@ -34,7 +34,8 @@ def budget_name(budget: float) -> str:
 
 
 def dense_view(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules around the very same tensors: the untouched base to compare with."""
+    """A copy of a model's modules around the very same tensors:
+    the untouched base to compare with."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
@@ -44,9 +45,12 @@ class Variants:
 
     Args:
         model: A `PeftModel` with an active depth-routed adapter; put into eval mode.
-        base: The untouched base, from `dense_view` before the adapter was injected; None if there is none.
-        budgets: Budgets below 1. An adapter that follows no budget is timed as it is, under its own.
-        input_ids: `[B, T]`, tokens to calibrate every budget on. None: the adapter's own thresholds are used.
+        base: The untouched base, from `dense_view` before the adapter was injected; None if there
+            is none.
+        budgets: Budgets below 1. An adapter that follows no budget is timed as it is, under its
+            own.
+        input_ids: `[B, T]`, tokens to calibrate every budget on. None: the adapter's own thresholds
+            are used.
 
     Raises:
         ValueError: No routed adapter is active.
@@ -118,14 +122,16 @@ class Variants:
 
 
 def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the adapter's weights in the base's dtype, as `autocast_adapter_dtype=False` does when one is loaded."""
+    """Keep the adapter's weights in the base's dtype,
+    as `autocast_adapter_dtype=False` does when one is loaded."""
     for routing in active_routings(model):
         for group in routing.adapter_layer_names:
             getattr(routing, group).to(dtype)
 
 
 def adapter_dtype(model: nn.Module) -> str:
-    """The dtype of the adapter's weights, such as `"float32"`; that of the base where it has none."""
+    """The dtype of the adapter's weights, such as `"float32"`;
+    that of the base where it has none."""
     weights = chain(
         (p for routing in active_routings(model) for p in routing.parameters()), model.parameters()
     )
@@ -133,12 +139,14 @@ def adapter_dtype(model: nn.Module) -> str:
 
 
 def wants_base_dtype(device: torch.device, modes: Sequence[str] | None) -> bool:
-    """Whether routers are timed in the base's dtype: where casts are launches of their own, or compiled."""
+    """Whether routers are timed in the base's dtype: where casts are launches of their own,
+    or compiled."""
     return device.type == "cuda" or "compiled" in (modes or ())
 
 
 class PassCounter:
-    """A recorder of what ran, summed over forward passes: rows that ran full, and passes in which any row did."""
+    """A recorder of what ran, summed over forward passes: rows that ran full,
+    and passes in which any row did."""
 
     def __init__(self) -> None:
         self._counts: dict[int, list[torch.Tensor]] = {}
@@ -150,7 +158,8 @@ class PassCounter:
         )
 
     def shares(self) -> Mapping[int, tuple[float, float]]:
-        """Per layer: the share of rows that ran full, and the share of passes in which at least one did."""
+        """Per layer: the share of rows that ran full, and the share of passes in which
+        at least one did."""
         return {
             i: tuple(torch.stack(counts).mean(0).tolist())
             for i, counts in sorted(self._counts.items())
@@ -159,7 +168,8 @@ class PassCounter:
 
 @contextmanager
 def count_passes(model: nn.Module) -> Iterator[PassCounter]:
-    """Count what every routed layer of `model` runs in the block; forward passes must be of equal size."""
+    """Count what every routed layer of `model` runs in the block;
+    forward passes must be of equal size."""
     counter = PassCounter()
     with state_of(model).override(recorders=(counter,)):
         yield counter

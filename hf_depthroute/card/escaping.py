@@ -1,8 +1,8 @@
 """Words and values of strangers, as Markdown that shows them and does nothing else.
 
-A base model's name, a dataset's, a task's come from files that may come from strangers, and a card is shown as HTML.
-Every such string goes through `clean` and stands in a code span, where neither Markdown nor HTML means anything; what
-a template prints without a filter is escaped.
+A base model's name, a dataset's, a task's come from files that may come from strangers, and a card
+is shown as HTML. Every such string goes through `clean` and stands in a code span, where neither
+Markdown nor HTML means anything; what a template prints without a filter is escaped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Safe(str):
 
 
 def clean(value: object) -> str:
-    """One line: no control, invisible or direction-changing character, no Hub token, no end of an HTML comment."""
+    """One line: no control, invisible or direction-changing character, no Hub token,
+    no end of an HTML comment."""
     text = "".join(
         " " if unicodedata.category(c)[0] in "CZ" else c for c in str(value)[: 4 * _LONGEST]
     )
@@ -50,7 +51,8 @@ def code(value: object) -> Safe:
 
 
 def escape(value: Any) -> Any:
-    """Output filter for Jinja: numbers and `Safe` pass unchanged, other text is escaped for Markdown and HTML."""
+    """Output filter for Jinja: numbers and `Safe` pass unchanged,
+    other text is escaped for Markdown and HTML."""
     if isinstance(value, Safe) or not isinstance(value, str):
         return value
     return Safe(_SPECIAL.sub(r"\\\1", clean(value)))

@@ -1,6 +1,7 @@
 """Facts about an adapter, read from its folder without its base model and without the network.
 
-The record of its training, `training.json`, may come from a stranger; a card shows what it understands of it.
+The record of its training, `training.json`, may come from a stranger; a card shows what it
+understands of it.
 """
 
 from __future__ import annotations
@@ -42,16 +43,13 @@ _PASSING = ("weights_hash", "library_version", "inference_mode")
 
 @dataclass(frozen=True)
 class Facts:
-    """Attributes:
-    config: The adapter's configuration.
-    subfolder: Where it is below the folder; None for the folder itself.
-    others: Names and methods of the other adapters.
-    depth: Decoder layers of the base, where the configuration says it.
-    parameters: Trained parameters, counted in the weights or, where they are missing, as recorded; None if neither.
-    thresholds: `{layer: score}`; empty where no threshold of a budget decides.
-    calibrated: Whether the thresholds have seen text; None if it is not known.
-    weights_hash: The hash of the weights; None if it is not known.
-    training: The record of the run, as in `training.json`.
+    """Attributes: config: The adapter's configuration. subfolder: Where it is below the folder;
+    None for the folder itself. others: Names and methods of the other adapters. depth: Decoder
+    layers of the base, where the configuration says it. parameters: Trained parameters, counted in
+    the weights or, where they are missing, as recorded; None if neither. thresholds:
+    `{layer: score}`; empty where no threshold of a budget decides. calibrated: Whether the
+    thresholds have seen text; None if it is not known. weights_hash: The hash of the weights; None
+    if it is not known. training: The record of the run, as in `training.json`.
     """
 
     config: DepthRouteConfig
@@ -77,7 +75,8 @@ class Facts:
 def read_facts(
     folder: Path, adapter_name: str | None = None, training: Mapping[str, Any] | None = None
 ) -> Facts:
-    """The facts of the routed adapter in `folder`, or in a folder in it that is named as an adapter.
+    """The facts of the routed adapter in `folder`, or in a folder in it that is
+    named as an adapter.
 
     Args:
         folder: As `save_pretrained` leaves it. The weights may be missing.
@@ -128,14 +127,16 @@ def read_facts(
 
 
 def holds_adapter(folder: Path) -> bool:
-    """Whether `folder` is one that `read_facts` would look into: a routed adapter with its weights."""
+    """Whether `folder` is one that `read_facts` would look into:
+    a routed adapter with its weights."""
     return any(
         k == PEFT_TYPE and (path / WEIGHTS_NAME).is_file() for path, k in _adapters(folder).items()
     )
 
 
 def _adapters(folder: Path) -> dict[Path, str]:
-    """Folders of adapters, with the name of their method: `folder` itself, then those right in it."""
+    """Folders of adapters, with the name of their method: `folder` itself,
+    then those right in it."""
     found = {}
     for place in (
         folder,
@@ -177,8 +178,8 @@ def read_training(folder: Path) -> dict[str, Any]:
     """The record in a folder; empty where there is none.
 
     Raises:
-        AdapterMismatchError: It is larger than 16 MiB, nests more than 32 deep, links out of the folder, or is no JSON
-            object.
+        AdapterMismatchError: It is larger than 16 MiB, nests more than 32 deep, links out of the
+            folder, or is no JSON object.
     """
     path = folder / TRAINING_NAME
     try:
@@ -202,14 +203,16 @@ def read_training(folder: Path) -> dict[str, Any]:
 
 
 def understood(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The valid fields of a training record; fields of another type are left out, with a warning."""
+    """The valid fields of a training record; fields of another type are left out,
+    with a warning."""
     kept = {
         name: value for name, value in record.items() if name not in _KINDS or _KINDS[name](value)
     }
     left = [name for name, value in record.items() if name not in kept and value is not None]
     if left:
         warnings.warn(
-            f"left out of the model card: {', '.join(left)} in {TRAINING_NAME}, not in the form that training writes",
+            f"left out of the model card: {', '.join(left)} in {TRAINING_NAME}, not in the form "
+            "that training writes",
             stacklevel=2,
         )
     return kept
@@ -242,7 +245,10 @@ def _is_evaluation(value: Any) -> bool:
 
 
 def _is_fit(fit: Any) -> bool:
-    """Whether a card can show the record of a fit. Those of older versions have no `loss` and no `share_of_rows`."""
+    """Whether a card can show the record of a fit.
+
+    Those of older versions have no `loss` and no `share_of_rows`.
+    """
     try:
         phases = fit.get("phases", "all")
         layers = fit["layers"]

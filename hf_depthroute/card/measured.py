@@ -1,4 +1,5 @@
-"""Measured results, from the JSON of `hf-depthroute eval` and `bench` or the return values of the Python functions.
+"""Measured results, from the JSON of `hf-depthroute eval` and `bench` or the return values of the
+Python functions.
 
 These files are data: what is not of the expected form is refused in one line.
 """
@@ -21,7 +22,10 @@ _MAX_BYTES = 64 << 20
 
 
 class ResultError(OneLine, ValueError):
-    """A result that a card is to show cannot be read, or is of another adapter. The message is one line."""
+    """A result that a card is to show cannot be read, or is of another adapter.
+
+    The message is one line.
+    """
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,12 @@ class Losses:
 
 @dataclass(frozen=True)
 class Score:
-    """One task's metric in one run of lm-eval. `dense` is the base's value; `dataset` the Hub's id, where known.
+    """One task's metric in one run of lm-eval.
 
-    A group of tasks has the `documents` of all of them, and the `dataset` that they share. `whole`: nothing of the
-    test set was left out. `phases`: what was routed, where that needs to be said.
+    `dense` is the base's value; `dataset` the Hub's id, where known.
+
+    A group of tasks has the `documents` of all of them, and the `dataset` that they share. `whole`:
+    nothing of the test set was left out. `phases`: what was routed, where that needs to be said.
     """
 
     task: str
@@ -68,7 +74,8 @@ class Score:
 
 @dataclass(frozen=True)
 class Speed:
-    """One case of a benchmark at one budget, times in milliseconds; `eta` is None if it means nothing."""
+    """One case of a benchmark at one budget, times in milliseconds;
+    `eta` is None if it means nothing."""
 
     case: str
     budget: float
@@ -81,7 +88,8 @@ class Speed:
 
 @dataclass
 class Results:
-    """Everything that was measured of one adapter; `benches` are machines with what was measured on them."""
+    """Everything that was measured of one adapter; `benches` are machines with what was
+    measured on them."""
 
     losses: list[Losses] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
@@ -92,8 +100,8 @@ def read_results(sources: Iterable[Any], weights_hash: str | None, phases: str =
     """Read results of one adapter.
 
     Args:
-        sources: Each a JSON file that `eval --out` or `bench --out` wrote, its content, or what `evaluate_budgets`,
-            `evaluate_tasks` or `bench` returned.
+        sources: Each a JSON file that `eval --out` or `bench --out` wrote, its content, or what
+            `evaluate_budgets`, `evaluate_tasks` or `bench` returned.
         weights_hash: The hash of the adapter's weights. A result that names another is refused.
         phases: The adapter's. Where these or a result's are not `"all"`, the result names its own.
 
@@ -274,7 +282,8 @@ def _plain(source: Any) -> dict[str, Any]:
                 }
             }
     raise ResultError(
-        f"a {type(source).__name__} is no result: pass a file, its content, or what a function returned"
+        f"a {type(source).__name__} is no result: pass a file, its content, or what a function "
+        "returned"
     )
 
 

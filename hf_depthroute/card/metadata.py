@@ -1,12 +1,13 @@
 """The metadata that the Hub indexes, at the top of a card.
 
-`library_name` is `peft`: the Hub knows that library, files the adapter under its base, counts its downloads by
-`adapter_config.json` and shows PEFT's way of loading; under a name that the Hub does not know there would be none of
-this. What it cannot say, that `hf_depthroute` has to be imported, the card says.
+`library_name` is `peft`: the Hub knows that library, files the adapter under its base, counts its
+downloads by `adapter_config.json` and shows PEFT's way of loading; under a name that the Hub does
+not know there would be none of this. What it cannot say, that `hf_depthroute` has to be imported,
+the card says.
 
-A dataset of the Hub is a benchmark where its owner registered it as one. Of those, lm-eval has tasks for three; their
-scores go into a file each, `.eval_results/*.yaml`; the `model-index` of the card holds every score.
-Only whole test sets count there.
+A dataset of the Hub is a benchmark where its owner registered it as one. Of those, lm-eval has
+tasks for three; their scores go into a file each, `.eval_results/*.yaml`; the `model-index` of the
+card holds every score. Only whole test sets count there.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from .measured import Losses, Results, Score
 TAGS = ("depth-routing", "hf_depthroute")
 OURS = f"{EVAL_RESULTS_FOLDER}/depth_routing_*.yaml"  # what others have put there stays
 
-# (task, metric) of lm-eval -> (benchmark's dataset, its task). Of a metric with several filters, it is the strict one
-# that a leaderboard means: it takes an answer only in the form that the examples show. An entry's notes name it.
+# (task, metric) of lm-eval -> (benchmark's dataset, its task). Of a metric with several filters, it
+# is the strict one that a leaderboard means: it takes an answer only in the form that the examples
+# show. An entry's notes name it.
 BENCHMARKS = {
     ("gsm8k", "exact_match,strict-match"): ("openai/gsm8k", "gsm8k"),
     ("gsm8k_cot", "exact_match,strict-match"): ("openai/gsm8k", "gsm8k"),
@@ -55,7 +57,10 @@ def make_metadata(
     tags: Sequence[str] = (),
     datasets: Sequence[str] = (),
 ) -> ModelCardData:
-    """The metadata of a card. A base or a dataset that is a local path has no id to be indexed by, and is left out."""
+    """The metadata of a card.
+
+    A base or a dataset that is a local path has no id to be indexed by, and is left out.
+    """
     base = base_id(facts)
     indexed = [name for name in map(dataset_id, datasets) if name is not None]
     extra: dict[str, Any] = {}
@@ -141,7 +146,8 @@ def _condition(score: Score) -> str:
 
 
 def write_entries(folder: Path, scores: Sequence[Score]) -> None:
-    """Make the files of ours in `folder` the routed model's scores on whole test sets of benchmarks, in percent."""
+    """Make the files of ours in `folder` the routed model's scores on whole test sets of
+    benchmarks, in percent."""
     wanted = {}
     for score in scores:
         dataset, task = BENCHMARKS.get((score.task, score.metric), (None, ""))

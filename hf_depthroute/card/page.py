@@ -49,12 +49,13 @@ def make_card(
     """The model card of a routed adapter. What was not measured is said to be not measured.
 
     Args:
-        adapter: Its folder, as `save_pretrained` or `hf-depthroute train` leave it; or the model itself, which is as
-            `save_pretrained` would save it now.
-        results: Each a JSON file of `eval --out` or `bench --out`, its content, or what `evaluate_budgets`,
-            `evaluate_tasks` or `bench` returned.
+        adapter: Its folder, as `save_pretrained` or `hf-depthroute train` leave it; or the model
+            itself, which is as `save_pretrained` would save it now.
+        results: Each a JSON file of `eval --out` or `bench --out`, its content, or what
+            `evaluate_budgets`, `evaluate_tasks` or `bench` returned.
         adapter_name: Which adapter, where there are several.
-        training: The record of the run; by default `training.json` in the folder, or what the model remembers.
+        training: The record of the run; by default `training.json` in the folder, or what the model
+            remembers.
         repo_id: The Hub's id that the loading code names.
         model_name: The title. Default: after the repository, or the base.
         language: The metadata's language, such as `"en"`.
@@ -74,9 +75,9 @@ def make_card(
         with tempfile.TemporaryDirectory() as folder:
             adapter.save_pretrained(folder)
             return make_card(
-                folder, [*run.results, *results], adapter_name=name, training=run.record(adapter, name),
-                repo_id=repo_id, model_name=model_name, language=language, license=license, tags=tags,
-                datasets=datasets,
+                folder, [*run.results, *results], adapter_name=name,
+                training=run.record(adapter, name), repo_id=repo_id, model_name=model_name,
+                language=language, license=license, tags=tags, datasets=datasets,
             )  # fmt: skip
     facts = read_facts(Path(adapter), adapter_name, training)
     config = facts.config
@@ -143,10 +144,12 @@ def make_card(
 def write_card(folder: str | Path, results: Sequence[Any] = (), **arguments: Any) -> Path:
     """Write `README.md` in an adapter's folder; the arguments and errors are those of `make_card`.
 
-    Scores on benchmarks of the Hub go into files of their own, `.eval_results/depth_routing_*.yaml`, too.
+    Scores on benchmarks of the Hub go into files of their own,
+    `.eval_results/depth_routing_*.yaml`, too.
 
-    The card stands between two HTML comments; the user's text around them stays, and so do keys of the metadata
-    that a card does not set. Without `results`, a card with results of the same adapter stays too.
+    The card stands between two HTML comments; the user's text around them stays, and so do keys of
+    the metadata that a card does not set. Without `results`, a card with results of the same
+    adapter stays too.
     """
     return put_card(folder, updated_card(folder, results, **arguments))
 
@@ -161,8 +164,8 @@ def updated_card(folder: str | Path, results: Sequence[Any] = (), **arguments: A
 
 
 def put_card(folder: str | Path, card: Card) -> Path:
-    """Put a card in the place of `README.md`, also in that of a link, such as those of the Hub's cache; and its scores
-    in their files."""
+    """Put a card in the place of `README.md`, also in that of a link,
+    such as those of the Hub's cache; and its scores in their files."""
     path = Path(folder) / CARD_NAME
     write_bytes(path, str(card).encode(), follow=False)
     if card.scores is not None:
@@ -171,7 +174,8 @@ def put_card(folder: str | Path, card: Card) -> Path:
 
 
 def routed_name(model: Any) -> str | None:
-    """The name of the model's routed adapter: the active one, where there are several; None if there is none."""
+    """The name of the model's routed adapter: the active one, where there are several;
+    None if there is none."""
     from ..config.adapter import DepthRouteConfig
 
     names = [

@@ -1,4 +1,5 @@
-"""Cards where PEFT has its own: a model with a routed adapter is saved and pushed with the card of this library."""
+"""Cards where PEFT has its own: a model with a routed adapter is saved and pushed with the card
+of this library."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ def _create_or_update_model_card(
 ) -> None:
     """`PeftModel.create_or_update_model_card`.
 
-    PEFT calls it before the weights, which a card is made of: `save_card` writes that one. A Trainer calls it with
-    `card`, more arguments of `make_card`, whether or not the adapter has been saved.
+    PEFT calls it before the weights, which a card is made of: `save_card` writes that one. A
+    Trainer calls it with `card`, more arguments of `make_card`, whether or not the adapter has been
+    saved.
     """
     name = routed_name(self)
     folder = Path(output_dir)
@@ -64,7 +66,10 @@ def _create_or_update_model_card(
 def _push_to_hub(
     push: Any, self: Any, repo_id: str, *args: Any, results: Sequence[Any] = (), **kwargs: Any
 ) -> Any:
-    """`PeftModel.push_to_hub`. PEFT's own puts an empty template over the card that `save_pretrained` wrote."""
+    """`PeftModel.push_to_hub`.
+
+    PEFT's own puts an empty template over the card that `save_pretrained` wrote.
+    """
     name = routed_name(self)
     if name is None:
         return push(self, repo_id, *args, **kwargs)
@@ -89,7 +94,9 @@ def _push_to_hub(
 
 
 def save_card(model: Any, stage: Path, folder: Path) -> None:
-    """Write the card of what was just saved. Without one, for whatever reason, there is a warning, and no error.
+    """Write the card of what was just saved.
+
+    Without one, for whatever reason, there is a warning, and no error.
 
     Args:
         model: The `PeftModel`, with what it remembers of its run.

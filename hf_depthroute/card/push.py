@@ -33,8 +33,8 @@ def push_folder(
     commit_description: str | None = None,
     card: dict[str, Any] | None = None,
 ) -> Any:
-    """Send the adapter in `folder` with a card: its configuration, its weights, README.md, and no other file but the
-    scores on benchmarks that the Hub reads from `.eval_results`.
+    """Send the adapter in `folder` with a card: its configuration, its weights, README.md,
+    and no other file but the scores on benchmarks that the Hub reads from `.eval_results`.
 
     Text of the user's in the card on the Hub stays there; see `write_card`.
 
@@ -55,7 +55,8 @@ def push_folder(
 
     Raises:
         ResultError: As `make_card`, and before anything is sent.
-        HubError: The Hub refused, cannot be reached, or is not to be asked (HF_HUB_OFFLINE); in one line.
+        HubError: The Hub refused, cannot be reached, or is not to be asked (HF_HUB_OFFLINE); in one
+            line.
         AdapterMismatchError: A file is a link out of the folder, or as `write_card`.
     """
     from huggingface_hub import HfApi

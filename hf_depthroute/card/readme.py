@@ -1,7 +1,7 @@
 """The README in an adapter's folder: it may hold text of the user's, and may come from a stranger.
 
-It is read within bounds, its metadata at most 64 KiB, and in steps that are linear in its length. Metadata that cannot
-be read is left out; the text is the user's, and is kept.
+It is read within bounds, its metadata at most 64 KiB, and in steps that are linear in its length.
+Metadata that cannot be read is left out; the text is the user's, and is kept.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ END = "<!-- hf_depthroute: end of the generated part -->"
 _BEGIN = re.compile(re.escape(BEGIN).replace(r"\{\}", r"(\w{1,64})") + r"\n")
 _METADATA = re.compile(r"\s*^---[ \t]*\n(.*?)^---[ \t]*(?:\n|\Z)", re.MULTILINE | re.DOTALL)
 _SET_HERE = (
-    "base_model", "base_model_relation", "library_name", "pipeline_tag", "license", "language", "datasets",
-    "model-index",
+    "base_model", "base_model_relation", "library_name", "pipeline_tag", "license", "language",
+    "datasets", "model-index",
 )  # fmt: skip
 _MAX_METADATA = 1 << 16
 
@@ -127,7 +127,8 @@ def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
 
 
 def generated_part(text: str) -> tuple[slice, str] | None:
-    """Where the generated part of a card is, its two comments included, and the digest that it names."""
+    """Where the generated part of a card is, its two comments included,
+    and the digest that it names."""
     begin = _BEGIN.search(text)
     if begin is None:
         return None

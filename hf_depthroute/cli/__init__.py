@@ -1,7 +1,8 @@
 """The command line, `hf-depthroute COMMAND`.
 
-Every command ends with exit code 0, or with one line `error: ...` on stderr and a code that says what went wrong:
-2 command line, config or data; 3 the Hub; 4 a corrupt or mismatched adapter; 5 memory or disk; 130 Ctrl-C; 1 the rest.
+Every command ends with exit code 0, or with one line `error: ...` on stderr and a code that says
+what went wrong: 2 command line, config or data; 3 the Hub; 4 a corrupt or mismatched adapter; 5
+memory or disk; 130 Ctrl-C; 1 the rest.
 """
 
 from __future__ import annotations
@@ -88,12 +89,14 @@ app.command("families")(families)
 @app.command("study", hidden=True, context_settings=_PASSES_ON)
 def _study(context: typer.Context) -> None:
     raise CliError(
-        "study: moved to the recipes; in a checkout run: python recipes/study run STUDY.yaml --out OUT"
+        "study: moved to the recipes; in a checkout run: python recipes/study run STUDY.yaml --out "
+        "OUT"
     )
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """Refuse a word of the command line that is no text; a path of such bytes can be given by a link to it."""
+    """Refuse a word of the command line that is no text;
+    a path of such bytes can be given by a link to it."""
     for word in words:
         if word.isascii() or not any("\ud800" <= character <= "\udfff" for character in word):
             continue
@@ -108,7 +111,8 @@ def _check_words(words: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line on `argv` (without the program's name; default: `sys.argv[1:]`), and exit with its code."""
+    """Run the command line on `argv` (without the program's name; default: `sys.argv[1:]`),
+    and exit with its code."""
     run(app, "hf-depthroute", argv)
 
 

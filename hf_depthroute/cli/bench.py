@@ -53,8 +53,8 @@ class BenchOptions(o.AdapterOptions):
 def bench(options: BenchOptions) -> None:
     """Measure a routed model against its dense base, in one process.
 
-    Prompts are random tokens, on which every budget is calibrated first, so that the share asked for really runs
-    full. eta is the part of the skipped arithmetic that shows on the clock.
+    Prompts are random tokens, on which every budget is calibrated first, so that the share asked
+    for really runs full. eta is the part of the skipped arithmetic that shows on the clock.
 
     \b
     Example:

@@ -47,8 +47,8 @@ class CardOptions:
 def card(options: CardOptions) -> None:
     """Write the model card of an adapter: what is routed, what was measured, how to load it.
 
-    Figures come from the files; what was not measured is said to be not measured. Text that you wrote into README.md
-    around the generated part stays there.
+    Figures come from the files; what was not measured is said to be not measured. Text that you
+    wrote into README.md around the generated part stays there.
 
     \b
     Example:

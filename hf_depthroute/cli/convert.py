@@ -21,7 +21,10 @@ def convert(
     base: Annotated[
         str | None,
         typer.Option(
-            help="The plain model whose weights the checkpoint has; by default that of the published one."
+            help=(
+                "The plain model whose weights the checkpoint has; by default that of the "
+                "published one."
+            )
         ),
     ] = None,
     overwrite: Annotated[
@@ -31,8 +34,8 @@ def convert(
 ) -> None:
     """Turn FlexiDepth's checkpoint into an adapter on its plain base; none of its code runs.
 
-    The layout is that of xuan-luo/FlexiDepth-Llama-3-8B-Instruct (arXiv:2503.23798). Its files are read tensor by
-    tensor, so that neither a GPU nor memory for the whole model is needed.
+    The layout is that of xuan-luo/FlexiDepth-Llama-3-8B-Instruct (arXiv:2503.23798). Its files are
+    read tensor by tensor, so that neither a GPU nor memory for the whole model is needed.
 
     \b
     Examples:

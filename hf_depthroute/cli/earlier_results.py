@@ -1,4 +1,5 @@
-"""Results that a report shows instead of measuring: of `hf-depthroute eval` and `bench`, refused in one line."""
+"""Results that a report shows instead of measuring: of `hf-depthroute eval` and `bench`,
+refused in one line."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def read_bench(path: Path) -> dict[str, Any]:
         result = read_result(path)
     if "prefill" not in result and "decode" not in result:
         raise CliError(
-            f"--bench {path}: has no single prefill or decode; measure one size with hf-depthroute bench"
+            f"--bench {path}: has no single prefill or decode; measure one size with hf-depthroute "
+            "bench"
         )
     try:
         setting = result["setting"]

@@ -67,7 +67,8 @@ def _describe(error: BaseException) -> tuple[int, str]:
         if context is not None and context.info_name == "bench" and option in MOVED:
             hint = f"; {MOVED[option]}"
         return USAGE, usage_message(error) + hint
-    # Everything below needs the heavy libraries, which have been imported if their exceptions can occur.
+    # Everything below needs the heavy libraries, which have been imported if their exceptions can
+    # occur.
     from ..adapter.files import AdapterMismatchError
     from ..base.families import UnsupportedModelError
     from ..config.adapter import ConfigError
@@ -86,7 +87,10 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return OTHER, str(error)
     said = str(error).strip() or "no message"
     if out_of_memory(error):
-        remedy = "lower --batch-size (or --batch) or --length, or use a smaller model or --dtype bfloat16"
+        remedy = (
+            "lower --batch-size (or --batch) or --length, or use a smaller model or --dtype "
+            "bfloat16"
+        )
         return (
             RESOURCES,
             f"{said if said.startswith('out of memory') else f'out of memory: {said}'}; {remedy}",

@@ -1,4 +1,5 @@
-"""`hf-depthroute eval`: the dense base and routing over budgets, by their loss or by lm-eval's tasks."""
+"""`hf-depthroute eval`: the dense base and routing over budgets,
+by their loss or by lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 _OF_TASKS = ("include_path", "num_fewshot", "limit")
 _OF_LOSS = (
-    "dataset_name", "split", "column", "streaming", "calibrate_on", "calibration_blocks", "blocks", "length",
+    "dataset_name", "split", "column", "streaming", "calibrate_on", "calibration_blocks", "blocks",
+    "length",
 )  # fmt: skip
 # A result, and its table: header and rows.
 Measured = tuple[dict[str, Any], tuple[str, ...], Sequence[tuple[str, ...]]]
@@ -44,7 +46,10 @@ class EvalOptions(o.TextOptions, o.AdapterOptions):
     budgets: o.Budgets = "0.25,0.5,0.75"
     phases: Annotated[
         str | None,
-        "all, or prefill (only prompts are routed, the loss is of what follows). Default: the adapter's.",
+        (
+            "all, or prefill (only prompts are routed, the loss is of what follows). Default: the "
+            "adapter's."
+        ),
     ] = None
     calibrate_on: Annotated[
         str | None, "Split to calibrate every budget on. Default: the adapter's own thresholds."
@@ -68,9 +73,9 @@ class EvalOptions(o.TextOptions, o.AdapterOptions):
 def evaluate(options: EvalOptions) -> None:
     """Compare the dense base with budgets, by loss or by lm-eval tasks.
 
-    With --dataset: the loss under the training rule (top-k) and under the threshold rule. An adapter that follows no
-    budget gets one row. The gap column is the threshold loss minus the top-k loss: what the causal rule costs over the
-    training rule.
+    With --dataset: the loss under the training rule (top-k) and under the threshold rule. An
+    adapter that follows no budget gets one row. The gap column is the threshold loss minus the
+    top-k loss: what the causal rule costs over the training rule.
 
     \b
     Example:

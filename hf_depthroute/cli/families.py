@@ -1,4 +1,5 @@
-"""`hf-depthroute families`: which model families can be routed, and what is really skipped in each."""
+"""`hf-depthroute families`: which model families can be routed,
+and what is really skipped in each."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from .output import ResultFile, write_result
 
 
 def families(json_file: ResultFile = None, debug: o.Debug = False) -> None:
-    """List the supported model families: how their layers add up, and what a routed token really skips.
+    """List the supported model families: how their layers add up,
+    and what a routed token really skips.
 
     A model belongs to the family that the "model_type" of its configuration names.
 
@@ -46,5 +48,6 @@ def families(json_file: ResultFile = None, debug: o.Debug = False) -> None:
     for word, meaning in LEGEND.items():
         say(f"{word:8}  {meaning}")
     say(
-        "sequence  attention and block with granularity='sequence'; *: masked in layers with a sliding window"
+        "sequence  attention and block with granularity='sequence'; *: masked in layers with a "
+        "sliding window"
     )

@@ -33,7 +33,10 @@ class FitOptions(o.TextOptions, o.BaseOptions):
     ] = "flops"
     phases: Annotated[
         str,
-        "What is routed: all, or prefill: prompts only, by static layers; what is skipped there is found, too.",
+        (
+            "What is routed: all, or prefill: prompts only, by static layers; what is skipped "
+            "there is found, too."
+        ),
     ] = "all"
     prompt_length: Annotated[
         int | None,
@@ -82,9 +85,10 @@ def fit(options: FitOptions) -> None:
 
     It takes as long as ten to twenty forward passes of the text.
 
-    Branches are fitted by least squares, gates by regression on the error that their branch leaves, and one threshold
-    over all layers runs the share --keep in full. Writes the adapter, the tokenizer and training.json to --out. With
-    accelerate launch -m hf_depthroute fit ..., every process takes its share of the text.
+    Branches are fitted by least squares, gates by regression on the error that their branch leaves,
+    and one threshold over all layers runs the share --keep in full. Writes the adapter, the
+    tokenizer and training.json to --out. With accelerate launch -m hf_depthroute fit ..., every
+    process takes its share of the text.
 
     \b
     Example:
@@ -108,8 +112,8 @@ def fit(options: FitOptions) -> None:
 
     config = DepthRouteConfig(
         layers=o.parse_layers(options.layers), target=options.target, gate=options.gate,
-        branch=options.branch, branch_rank=options.branch_rank, phases=options.phases, prompt_tail=options.prompt_tail,
-        seed=options.seed,
+        branch=options.branch, branch_rank=options.branch_rank, phases=options.phases,
+        prompt_tail=options.prompt_tail, seed=options.seed,
         **{name: getattr(options, name) for name in MEMORY_FIELDS},
     )  # fmt: skip
     loading.check_dtype(options.dtype, loading.DTYPES)
@@ -148,7 +152,8 @@ def fit(options: FitOptions) -> None:
     for index, layer in found["layers"].items():
         if options.phases == "prefill":
             say(
-                f"layer {index}: prompts skip the {layer['target']}, for {layer['rank']} of {layer['branch']}"
+                f"layer {index}: prompts skip the {layer['target']}, for {layer['rank']} of "
+                f"{layer['branch']}"
             )
         else:
             say(f"layer {index}: {layer['share']:.1%} of the tokens run full")
@@ -158,14 +163,15 @@ def fit(options: FitOptions) -> None:
         between = f" (difference ± {spread:.4f}, the standard error over rows)"
     prompts = options.phases == "prefill"
     say(
-        f"loss {'behind prompts of' if prompts else 'on'} {found['held_out_tokens']} held-out tokens: dense "
-        f"{found['loss_dense']:.4f}, routed {found['loss']:.4f}{between} with {options.keep:.0%} of the "
-        f"{KEEP_OF[options.keep_of] if prompts else 'calls'}"
+        f"loss {'behind prompts of' if prompts else 'on'} {found['held_out_tokens']} held-out "
+        f"tokens: dense {found['loss_dense']:.4f}, routed {found['loss']:.4f}{between} with "
+        f"{options.keep:.0%} of the {KEEP_OF[options.keep_of] if prompts else 'calls'}"
     )
     if not prompts:
         fewest, most = found["share_of_rows"]
         say(
-            f"thresholds are of this text: in nine rows of ten, {fewest:.0%} to {most:.0%} of all calls run in full"
+            f"thresholds are of this text: in nine rows of ten, {fewest:.0%} to {most:.0%} of all "
+            "calls run in full"
         )
     fitted = model.peft_config["default"]
     if fitted.takes_budget():

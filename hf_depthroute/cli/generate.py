@@ -53,12 +53,15 @@ class GenerateOptions(o.AdapterOptions):
 
 @o.command
 def generate(options: GenerateOptions) -> None:
-    """Continue a prompt, or answer it. The text goes to stdout; tokens per second and the full ratio to stderr.
+    """Continue a prompt, or answer it. The text goes to stdout;
+    tokens per second and the full ratio to stderr.
 
-    Where the tokenizer has a chat template, the prompt is a user's message and the answer is printed; with
-    --no-chat-template, and without a template, the prompt is printed with what continues it.
+    Where the tokenizer has a chat template, the prompt is a user's message and the answer is
+    printed; with --no-chat-template, and without a template, the prompt is printed with what
+    continues it.
 
-    With --lossless, stderr tells how much of the draft was accepted; the speed to compare with is that of --full.
+    With --lossless, stderr tells how much of the draft was accepted; the speed to compare with is
+    that of --full.
 
     \b
     Example:
@@ -82,7 +85,8 @@ def generate(options: GenerateOptions) -> None:
     loading.changed_fields(source.config, options.draft_budget, option="--draft-budget")
     if options.lossless and (options.phases or source.config.phases) == "prefill":
         raise CliError(
-            "--lossless drafts by the routed model, which phases='prefill' runs in full; add --phases all"
+            "--lossless drafts by the routed model, which phases='prefill' runs in full; add "
+            "--phases all"
         )
     depth = source.base_config.num_hidden_layers
     if dropped and (dropped[-1] >= depth or len(dropped) == depth):
@@ -156,7 +160,8 @@ def generate(options: GenerateOptions) -> None:
 
 
 def _full_ratio(routed: Any, ids: torch.Tensor, prompt: int) -> float:
-    """The share that ran full, seen in passes of its own: counting takes time, which decoding is measured without."""
+    """The share that ran full, seen in passes of its own: counting takes time,
+    which decoding is measured without."""
     from ..evaluation.served import read_generated
     from ..routing.trace import count_routes
 
@@ -190,7 +195,8 @@ def _check_options(options: GenerateOptions) -> None:
         raise CliError("--lossless writes what --full writes; leave one out")
     if options.lossless and options.budget is not None:
         raise CliError(
-            "--budget has no effect with --lossless, which writes the full model's text; use --draft-budget"
+            "--budget has no effect with --lossless, which writes the full model's text; use "
+            "--draft-budget"
         )
 
 
@@ -246,7 +252,7 @@ def _lossless(
         budget = arguments["budget"]
     left_out = ", ".join(map(str, arguments["drop"])) or "none"
     return ids, (
-        f"{counter.new_tokens} tokens, {speed:.1f} tokens/s, {counter.acceptance_rate:.3f} of the draft accepted, "
-        f"{counter.tokens_per_pass:.2f} tokens per pass of the full model; draft: budget {budget}, layers left out "
-        f"{left_out}, {arguments['num_tokens']} tokens ahead"
+        f"{counter.new_tokens} tokens, {speed:.1f} tokens/s, {counter.acceptance_rate:.3f} of the "
+        f"draft accepted, {counter.tokens_per_pass:.2f} tokens per pass of the full model; draft: "
+        f"budget {budget}, layers left out {left_out}, {arguments['num_tokens']} tokens ahead"
     )

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
 
 def find_gguf_file(model: str | None, given: str | None, config: DepthRouteConfig) -> str | None:
-    """The GGUF file of the base: `--gguf-file`, or the one that the adapter was made with where no base is named.
+    """The GGUF file of the base: `--gguf-file`, or the one that the adapter was made with where
+    no base is named.
 
     Raises:
-        CliError: The base is a GGUF file that is not named as one, or the package that reads it is missing.
+        CliError: The base is a GGUF file that is not named as one, or the package that reads it is
+            missing.
     """
     base = Path(model or config.base_model_name_or_path or "")
     if base.suffix == ".gguf" and base.is_file():
@@ -37,7 +39,8 @@ def find_gguf_file(model: str | None, given: str | None, config: DepthRouteConfi
         if len(files) > 1:
             others = f" (or {', '.join(files[1:4])})"
         raise CliError(
-            f"model {base}: has no config.json, but a GGUF file; pass --gguf-file {files[0]}{others}"
+            f"model {base}: has no config.json, but a GGUF file; pass --gguf-file "
+            f"{files[0]}{others}"
         )
     if given is not None and base.is_dir() and not (base / given).is_file():
         if files:
@@ -47,6 +50,7 @@ def find_gguf_file(model: str | None, given: str | None, config: DepthRouteConfi
         raise CliError(f"--gguf-file {given}: is not in {base}; {listed}")
     if found is not None and importlib.util.find_spec("gguf") is None:
         raise CliError(
-            f"--gguf-file {found}: reading it needs the package gguf; install it with: pip install gguf"
+            f"--gguf-file {found}: reading it needs the package gguf; install it with: pip install "
+            "gguf"
         )
     return found

@@ -1,4 +1,5 @@
-"""`hf-depthroute lm-eval`: the program of lm-eval, in a process where PEFT knows routed adapters."""
+"""`hf-depthroute lm-eval`: the program of lm-eval, in a process where PEFT knows
+routed adapters."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _PEFT = re.compile(r"""\bpeft["']?\s*[=:]\s*["']?([^,\s"'}]+)""")  # in KEY=VALU
 def lm_eval(context: typer.Context, debug: o.Debug = False) -> None:
     """Run lm-eval itself: every argument goes to its program (see lm-eval run --help).
 
-    --model hf takes an adapter as peft=ADAPTER. --model depthroute is the same with the adapter's own base, and takes
-    budget=0.25 or phases=prefill too. Needs pip install "lm-eval[hf]".
+    --model hf takes an adapter as peft=ADAPTER. --model depthroute is the same with the adapter's
+    own base, and takes budget=0.25 or phases=prefill too. Needs pip install "lm-eval[hf]".
 
     \b
     Example:
@@ -51,7 +52,8 @@ def lm_eval(context: typer.Context, debug: o.Debug = False) -> None:
 
 
 def _refuse_padding(words: Sequence[str]) -> None:
-    """Refuse an adapter of `--model hf` whose decisions would read the padding that its batches have no mask for."""
+    """Refuse an adapter of `--model hf` whose decisions would read the padding that its batches
+    have no mask for."""
     found = _PEFT.search(" ".join(words))
     model = _value(words, "--model", "hf")
     if found is None or model == "depthroute" or _value(words, "--batch_size", "1") == "1":
@@ -65,8 +67,8 @@ def _refuse_padding(words: Sequence[str]) -> None:
         else:
             field = "phases='prefill'"
         raise CliError(
-            f"--model {model}: its batches pad without a mask, which {field} of {found[1]} would read; "
-            f"use --model depthroute --model_args adapter={found[1]}, or --batch_size 1"
+            f"--model {model}: its batches pad without a mask, which {field} of {found[1]} would "
+            f"read; use --model depthroute --model_args adapter={found[1]}, or --batch_size 1"
         )
 
 

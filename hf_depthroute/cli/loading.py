@@ -1,4 +1,5 @@
-"""Models, adapters, tokenizers and text for the commands. Local folders and Hub ids take the same path.
+"""Models, adapters, tokenizers and text for the commands.
+Local folders and Hub ids take the same path.
 
 Commands import this module when they run: it registers the method with PEFT, which takes seconds.
 """
@@ -33,7 +34,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_config(model: str, gguf_file: str | None = None) -> Any:
-    """The base model's configuration; small, and enough to refuse an unsupported model before its weights load."""
+    """The base model's configuration; small, and enough to refuse an unsupported model before
+    its weights load."""
     import transformers
 
     from ..base.families import UnsupportedModelError, row_of, text_config
@@ -54,13 +56,15 @@ def load_config(model: str, gguf_file: str | None = None) -> Any:
         row_of(config)
     if text_config(config) is not config:
         raise CliError(
-            f"model {model}: {config.model_type!r} reads images too; route it in Python, the commands do text"
+            f"model {model}: {config.model_type!r} reads images too; route it in Python, the "
+            "commands do text"
         )
     return config
 
 
 def load_adapter_config(adapter: str) -> DepthRouteConfig:
-    """The adapter's configuration; `CliError` where there is none, it is broken, or of another PEFT method."""
+    """The adapter's configuration; `CliError` where there is none, it is broken,
+    or of another PEFT method."""
     import peft
 
     from ..config.adapter import DepthRouteConfig
@@ -89,7 +93,8 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
 def find_base(
     adapter: str, config: DepthRouteConfig, model: str | None, gguf_file: str | None = None
 ) -> tuple[str, Any, str | None]:
-    """The place of the base model, `--model` or the adapter's own; its configuration; its GGUF file, if it is one."""
+    """The place of the base model, `--model` or the adapter's own; its configuration;
+    its GGUF file, if it is one."""
     from ..files.hub import HubError
 
     base = model or config.base_model_name_or_path
@@ -101,7 +106,10 @@ def find_base(
     except (CliError, HubError) as error:
         if model is not None or refused_code(error, base) is not None:
             raise
-        hint = f"{error}; adapter {adapter} names this base: where it is elsewhere by now, pass --model"
+        hint = (
+            f"{error}; adapter {adapter} names this base: where it is elsewhere by now, pass "
+            "--model"
+        )
         raise (
             CliError(hint, error.code) if isinstance(error, CliError) else HubError(hint)
         ) from error
@@ -113,14 +121,16 @@ def changed_fields(
     phases: str | None = None,
     option: str = "--budget",
 ) -> dict[str, Any]:
-    """The fields of the configuration that `--budget` and `--phases` change; `ConfigError` if they cannot."""
+    """The fields of the configuration that `--budget` and `--phases` change;
+    `ConfigError` if they cannot."""
     from ..config.adapter import check_budget, check_phases
 
     changed: dict[str, Any] = {}
     if budget is not None:
         if not config.takes_budget():
             raise CliError(
-                f"{option} {budget}: this adapter's threshold is fixed, whatever the budget; leave it out"
+                f"{option} {budget}: this adapter's threshold is fixed, whatever the budget; leave "
+                "it out"
             )
         changed["budget"] = check_budget(budget)
     if phases is not None:
@@ -129,7 +139,8 @@ def changed_fields(
 
 
 def folder_of(what: str, source: str, patterns: list[str], code: int = USAGE) -> Path:
-    """The folder of `what` at `source`; from the Hub, its files of these patterns are downloaded."""
+    """The folder of `what` at `source`; from the Hub,
+    its files of these patterns are downloaded."""
     if Path(source).is_dir():
         return Path(source)
     import huggingface_hub
@@ -144,7 +155,8 @@ def check_dtype(dtype: str, allowed: tuple[str, ...]) -> None:
 
 
 def check_length(length: int, config: Any, option: str = "--length") -> None:
-    """Refuse more positions than the model has: some families crash there, others only get worse."""
+    """Refuse more positions than the model has: some families crash there,
+    others only get worse."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise CliError(
@@ -154,9 +166,11 @@ def check_length(length: int, config: Any, option: str = "--length") -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """The adapter (its configuration) and the base that a command's options name; the weights are loaded by methods.
+    """The adapter (its configuration) and the base that a command's options name;
+    the weights are loaded by methods.
 
-    `gguf_file` is the base's file if it is one, `phases` what is to be routed in the place of the adapter's own.
+    `gguf_file` is the base's file if it is one, `phases` what is to be routed in the place of the
+    adapter's own.
     """
 
     options: Any
@@ -167,7 +181,8 @@ class Source:
     phases: str | None = None
 
     def origin(self, routed: Any) -> dict[str, Any]:
-        """A result's description of adapter and base; it says if the adapter `routed` was made for another base."""
+        """A result's description of adapter and base; it says if the adapter `routed` was made
+        for another base."""
         from ..adapter.base_check import check_base
         from ..adapter.files import AdapterMismatchError
 
@@ -254,7 +269,8 @@ class Source:
         return routed
 
     def check_fitted(self, routed: PeftModel, budgets: Sequence[float]) -> None:
-        """Refuse budgets below 1 where the thresholds were never fitted, so that no share could be asked for."""
+        """Refuse budgets below 1 where the thresholds were never fitted,
+        so that no share could be asked for."""
         from ..inference.calibration import is_calibrated
 
         if (
@@ -262,12 +278,16 @@ class Source:
             and self.config.takes_budget()
             and not is_calibrated(routed)
         ):
-            why = "its thresholds were never fitted, so it keeps no budget; train it, or calibrate it and save it again"
+            why = (
+                "its thresholds were never fitted, so it keeps no budget; train it, or calibrate "
+                "it and save it again"
+            )
             raise CliError(f"adapter {self.options.adapter}: {why}")
 
 
 def find_source(options: AdapterOptions) -> Source:
-    """The adapter and the base of a command that is about to load both; what its options change is checked."""
+    """The adapter and the base of a command that is about to load both;
+    what its options change is checked."""
     quiet(options.debug)
     check_dtype(options.dtype, DTYPES)
     config = load_adapter_config(options.adapter)
@@ -297,7 +317,8 @@ def read_blocks(options: Any, tokenizer: Any, split: str, other: str | None = No
 
 
 def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[str, torch.Tensor]]:
-    """Up to `blocks` blocks of a packed dataset as batches: spread evenly, or the first ones of a stream."""
+    """Up to `blocks` blocks of a packed dataset as batches: spread evenly,
+    or the first ones of a stream."""
     import torch
 
     if hasattr(packed, "__len__"):
@@ -316,7 +337,8 @@ def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[st
 
 
 def quiet(debug: bool) -> None:
-    """Keep warnings, log lines and loading bars of the libraries off the terminal, unless `debug`."""
+    """Keep warnings, log lines and loading bars of the libraries off the terminal,
+    unless `debug`."""
     if debug:
         return
     import warnings
@@ -332,7 +354,8 @@ def quiet(debug: bool) -> None:
 
 @contextlib.contextmanager
 def explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
-    """Turn whatever the libraries raise while loading `source` into a `CliError` or a `HubError` about `what`."""
+    """Turn whatever the libraries raise while loading `source` into a `CliError` or a
+    `HubError` about `what`."""
     import safetensors
     from huggingface_hub.errors import HFValidationError
 

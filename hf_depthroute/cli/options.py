@@ -1,4 +1,5 @@
-"""Options that several commands share: ADAPTER with `--adapter`, its older spelling, and `--config FILE.yaml`."""
+"""Options that several commands share: ADAPTER with `--adapter`, its older spelling,
+and `--config FILE.yaml`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _NOT_IN_YAML = ("config", "help", "debug")
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Callback of `--config`: the file's values become the defaults of the command's other options."""
+    """Callback of `--config`: the file's values become the defaults of the
+    command's other options."""
     if path is None or context.resilient_parsing:
         return path
     parameters = [p for p in context.command.params if p.name and p.name not in _NOT_IN_YAML]
@@ -87,9 +89,10 @@ def _as_typed(path: Path, key: str, value: Any, option: Any) -> Any:
 def command(function: Callable[[Any], None]) -> Callable[..., None]:
     """A command for typer from a function of one dataclass: each of its fields is an option.
 
-    A class's own fields come before those of its bases. Name, type and default are the field's; its help is the text in
-    `Annotated[TYPE, "text"]` or in its metadata, and `Annotated[TYPE, typer.Option(...)]` says more. What is neither
-    text nor a number nor true or false is given as text. A flag that is off by default has no negation.
+    A class's own fields come before those of its bases. Name, type and default are the field's; its
+    help is the text in `Annotated[TYPE, "text"]` or in its metadata, and
+    `Annotated[TYPE, typer.Option(...)]` says more. What is neither text nor a number nor true or
+    false is given as text. A flag that is off by default has no negation.
     """
     (owner,) = (kind for name, kind in get_type_hints(function).items() if name != "return")
     kinds = get_type_hints(owner, include_extras=True)
@@ -159,12 +162,14 @@ def refuse_unused(context: typer.Context, names: Iterable[str], why: str) -> Non
     unused = [words[name] for name in names if name in set_here]
     if unused:
         raise CliError(
-            f"{context.info_name}: {' and '.join(unused)} {'has' if len(unused) == 1 else 'have'} {why}"
+            f"{context.info_name}: {' and '.join(unused)} {'has' if len(unused) == 1 else 'have'} "
+            f"{why}"
         )
 
 
 def _word(context: typer.Context, option: Any) -> str:
-    """The word of an option on the command line, of a flag the one that gives it the value it has: `"--no-speed"`."""
+    """The word of an option on the command line, of a flag the one that gives it the value it has:
+    `"--no-speed"`."""
     off = context.params.get(option.name) is False
     if off and option.secondary_opts:
         names: list[str] = option.secondary_opts
@@ -174,7 +179,8 @@ def _word(context: typer.Context, option: Any) -> str:
 
 
 def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list[str]:
-    """The command line that repeats this call without its YAML file: every option that is not at its default."""
+    """The command line that repeats this call without its YAML file:
+    every option that is not at its default."""
     words = ["hf-depthroute", str(context.info_name)]
     set_here = given(context)
     for parameter in context.command.params:
@@ -224,7 +230,8 @@ def parse_pattern(text: str) -> dict[str, str | int]:
 def parse_numbers(
     option: str, text: str, low: int | None = 1, wanted: str = "whole numbers, such as 1,8"
 ) -> list[int]:
-    """`"1,8"` -> `[1, 8]`; `CliError` where that is no list of whole numbers, each at least `low`."""
+    """`"1,8"` -> `[1, 8]`; `CliError` where that is no list of whole numbers,
+    each at least `low`."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
@@ -235,7 +242,8 @@ def parse_numbers(
 
 
 def parse_names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """`"eager,static"` -> `("eager", "static")`; `CliError` where one of them is not in `allowed`."""
+    """`"eager,static"` -> `("eager", "static")`; `CliError` where one of them is
+    not in `allowed`."""
     names = tuple(part.strip() for part in text.split(","))
     unknown = [name for name in names if name not in allowed]
     if unknown:
@@ -246,7 +254,8 @@ def parse_names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, 
 
 
 def passed_on(context: typer.Context) -> list[str]:
-    """The words that a command did not know, for the program it starts. With `--adapter`, ADAPTER took the first."""
+    """The words that a command did not know, for the program it starts. With `--adapter`,
+    ADAPTER took the first."""
     return [*context.meta.get(_TAKEN, ()), *context.args]
 
 
@@ -259,7 +268,8 @@ def either(context: typer.Context, value: str | None) -> str | None:
     if value and source is not None and source.name == "COMMANDLINE":
         if not value.startswith("-"):
             raise CliError(
-                f"{context.info_name}: {value} and --adapter {old} name an adapter twice; leave one out"
+                f"{context.info_name}: {value} and --adapter {old} name an adapter twice; leave "
+                "one out"
             )
         context.meta[_TAKEN] = [value]
     return str(old)
@@ -328,7 +338,10 @@ Dataset = Annotated[
     str,
     typer.Option(
         callback=check_dataset,
-        help="python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder (also of save_to_disk), or a Hub id.",
+        help=(
+            "python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder (also of "
+            "save_to_disk), or a Hub id."
+        ),
     ),
 ]
 Budgets = Annotated[
@@ -336,7 +349,10 @@ Budgets = Annotated[
 ]
 Budget = Annotated[
     float | None,
-    "Share of tokens that runs in full in the layers with a gate, in (0, 1]. Default: the adapter's.",
+    (
+        "Share of tokens that runs in full in the layers with a gate, in (0, 1]. Default: the "
+        "adapter's."
+    ),
 ]
 Phases = Annotated[
     str | None, "What is routed: all, or prefill (prompts only). Default: the adapter's."

@@ -1,4 +1,5 @@
-"""The output of a command: a file or a folder, checked before the work, written whole or not at all; a table."""
+"""The output of a command: a file or a folder, checked before the work,
+written whole or not at all; a table."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _LOGS = "runs"  # TensorBoard's; every run adds a file of its own
 def check_out(out: Path, overwrite: bool, resume: bool = False) -> Path:
     """The absolute output folder, if it may be written.
 
-    Overwriting replaces the files of the adapter that is there; everything else in the folder stays.
+    Overwriting replaces the files of the adapter that is there; everything else in the folder
+    stays.
     """
     resolved = out.expanduser().resolve()
     if resolved.is_file():
@@ -43,7 +45,8 @@ def check_out(out: Path, overwrite: bool, resume: bool = False) -> Path:
     if not checkpoints and any(name != _LOGS for name in held):
         if not overwrite:
             raise CliError(
-                f"--out {out}: already exists and is not empty; pass --overwrite or name another folder"
+                f"--out {out}: already exists and is not empty; pass --overwrite or name another "
+                "folder"
             )
         if "adapter_config.json" not in held:
             raise CliError(
@@ -72,7 +75,8 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def short_name(source: str) -> str:
-    """A Hub id as it is; of a path its last part, since the rest means nothing on other machines."""
+    """A Hub id as it is; of a path its last part, since the rest means nothing
+    on other machines."""
     path = Path(source)
     if path.exists() or path.is_absolute():
         return path.resolve().name
@@ -81,7 +85,8 @@ def short_name(source: str) -> str:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Make a folder and those above it; of these, what is empty is removed again when the block fails."""
+    """Make a folder and those above it; of these, what is empty is removed again when
+    the block fails."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -116,7 +121,8 @@ ResultFile = Annotated[
 
 
 def write_result(path: Path | None, content: Any) -> bool:
-    """Write what a command measured as JSON to its `--out`, if given; True if that is stdout, for nothing else then."""
+    """Write what a command measured as JSON to its `--out`, if given; True if that is stdout,
+    for nothing else then."""
     if path is None:
         return False
     text = json.dumps(content, indent=2)
@@ -134,7 +140,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> None:
-    """A table on stdout, numbers to the right; a `wide` one has no frame, and is wrapped in a narrow terminal."""
+    """A table on stdout, numbers to the right; a `wide` one has no frame,
+    and is wrapped in a narrow terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -163,7 +170,8 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool
 
 @contextlib.contextmanager
 def noted(kind: type[Warning]) -> Iterator[None]:
-    """Say warnings of `kind` as notes when they come, each text once; for others nothing changes."""
+    """Say warnings of `kind` as notes when they come, each text once;
+    for others nothing changes."""
     texts: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", kind)

@@ -70,8 +70,8 @@ class ReportOptions(o.TextOptions, o.AdapterOptions):
 def report(options: ReportOptions) -> None:
     """Write one HTML page about a routed model, which loads nothing.
 
-    It has loss, speed and arithmetic by budget, what every layer ran, scores with thresholds, and a text coloured token
-    by token.
+    It has loss, speed and arithmetic by budget, what every layer ran, scores with thresholds, and a
+    text coloured token by token.
 
     \b
     Example:
@@ -84,7 +84,8 @@ def report(options: ReportOptions) -> None:
 
 
 def _report_adapter(given: ReportOptions) -> Path:
-    """Measure, and write the page; its path. What can be refused is refused before the weights are loaded."""
+    """Measure, and write the page; its path. What can be refused is refused before the
+    weights are loaded."""
     path = _page_path(given)
     known = None
     if given.eval_file is not None:
@@ -175,7 +176,8 @@ def _report_adapter(given: ReportOptions) -> Path:
 
 
 def _page_path(given: ReportOptions) -> Path:
-    """Where the page goes: `--out page.html`, `--out FOLDER`, or the adapter's own folder if it has one here."""
+    """Where the page goes: `--out page.html`, `--out FOLDER`,
+    or the adapter's own folder if it has one here."""
     if given.out is not None and given.out.suffix.lower() in (".html", ".htm"):
         if given.out.is_dir():
             raise CliError(f"--out {given.out}: is a folder, not a file")
@@ -228,7 +230,8 @@ def _check_rows(
     broken = [row for row in rows if not math.isfinite(row["loss"])]
     if broken:
         raise CliError(
-            f"{source}: the {broken[0]['rule']} loss is {broken[0]['loss']}; there is nothing to draw"
+            f"{source}: the {broken[0]['rule']} loss is {broken[0]['loss']}; there is nothing to "
+            "draw"
         )
 
 
@@ -255,7 +258,8 @@ def _samples(
 def _measure_speed(
     routed: Any, untouched: Any, budgets: list[float], batches: list[dict[str, Any]], repeats: int
 ) -> dict[str, Any]:
-    """The measured speed on the first blocks of the text; `ValueError` where it cannot be measured."""
+    """The measured speed on the first blocks of the text;
+    `ValueError` where it cannot be measured."""
     from ..bench.suite import bench
 
     budgets = [budget for budget in budgets if budget < 1]  # nothing is skipped at 1
@@ -286,7 +290,10 @@ def _facts(
     from ..files.versions import versions
 
     config = source.config
-    adapter = f"{short_name(given.adapter)}: gate {config.gate}, target {config.target}, per {config.granularity}"
+    adapter = (
+        f"{short_name(given.adapter)}: gate {config.gate}, target {config.target}, per "
+        f"{config.granularity}"
+    )
     size = sum(p.numel() for name, p in routed.named_parameters() if ".routing." not in name)
     trained = ""
     if not soft:

@@ -1,4 +1,5 @@
-"""`train --resume`: the checkpoint to go on from, and whether it is of the run that the options describe."""
+"""`train --resume`: the checkpoint to go on from, and whether it is of the run that the
+options describe."""
 
 from __future__ import annotations
 
@@ -58,10 +59,11 @@ def checkpoint_to_resume(out: Path) -> Path | None:
 def check_same_run(
     checkpoint: Path, config: DepthRouteConfig, arguments: Mapping[str, Any]
 ) -> None:
-    """Refuse a checkpoint of another adapter than `config` describes, or of a run with other options.
+    """Refuse a checkpoint of another adapter than `config` describes,
+    or of a run with other options.
 
-    A Trainer goes on with the checkpoint's optimizer and schedule: a learning rate that is given now would be recorded
-    and not used.
+    A Trainer goes on with the checkpoint's optimizer and schedule: a learning rate that is given
+    now would be recorded and not used.
 
     Args:
         checkpoint: Its folder.
@@ -77,7 +79,8 @@ def check_same_run(
         now = getattr(config, field.name)
         if before != now:
             raise CliError(
-                f"--resume: {checkpoint} was trained with {field.name}={before}, not {now}; give it again"
+                f"--resume: {checkpoint} was trained with {field.name}={before}, not {now}; give "
+                "it again"
             )
     adapter = {o.key_of(field.name) for field in fields(RoutingFields)} - {"seed"}
     earlier = _arguments_in(checkpoint)
@@ -86,13 +89,17 @@ def check_same_run(
             continue
         option = f"--{o.option_name(name)}"
         if name not in _SAID:
-            what = f"was trained with {option} {earlier[name]}, not {now}; give it again, or start in another --out"
+            what = (
+                f"was trained with {option} {earlier[name]}, not {now}; give it again, or start in "
+                "another --out"
+            )
             raise CliError(f"--resume: {checkpoint} {what}")
         say(f"note: {option} is {now} from here on; {checkpoint} was trained with {earlier[name]}")
 
 
 def _arguments_in(checkpoint: Path) -> dict[str, Any]:
-    """The options that a checkpoint was trained with; without a note of them, the arguments of its Trainer."""
+    """The options that a checkpoint was trained with; without a note of them,
+    the arguments of its Trainer."""
     record = read_training(checkpoint)
     noted = record.get(ARGUMENTS)
     if isinstance(noted, dict):

@@ -21,7 +21,8 @@ from .output import noted
 
 
 def save_adapter(out: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
-    """The adapter with its card, the tokenizer and training.json, into `out`; a run's checkpoints there are removed.
+    """The adapter with its card, the tokenizer and training.json, into `out`;
+    a run's checkpoints there are removed.
 
     What goes with an adapter and was not saved is said.
     """
@@ -47,7 +48,8 @@ def save_adapter(out: Path, model: Any, tokenizer: Any, record: dict[str, Any]) 
 
 @contextlib.contextmanager
 def _at_best(folder: Path, what: str) -> Iterator[None]:
-    """Say that `what` was not written into `folder`, where it could not be; an adapter is not lost for it."""
+    """Say that `what` was not written into `folder`, where it could not be;
+    an adapter is not lost for it."""
     before = set(folder.iterdir())
     try:
         yield
@@ -61,6 +63,7 @@ def _at_best(folder: Path, what: str) -> Iterator[None]:
 
 
 def bytes_needed(model: Any, tokenizer: Any, checkpoints: bool) -> int:
-    """About what a run writes: the adapter and the tokenizer, and up to three checkpoints with two Adam moments."""
+    """About what a run writes: the adapter and the tokenizer,
+    and up to three checkpoints with two Adam moments."""
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return trained * (10 if checkpoints else 1) + 64 * len(tokenizer) + 2**20

@@ -1,8 +1,8 @@
 """`hf-depthroute serve`: a routed model served by `transformers serve`, or by vLLM (`serve_vllm`).
 
-`transformers serve` does not know this package, and loads no adapter by its name. It does load a folder that holds a
-complete model and an adapter, so it is given one: links to the base's files and to the adapter's two. It has no limits
-either; `serve_limits` adds them.
+`transformers serve` does not know this package, and loads no adapter by its name. It does load a
+folder that holds a complete model and an adapter, so it is given one: links to the base's files and
+to the adapter's two. It has no limits either; `serve_limits` adds them.
 """
 
 from __future__ import annotations
@@ -52,14 +52,16 @@ class ServeOptions(ServedAdapter):
 
 @o.command
 def serve(options: ServeOptions) -> None:
-    """Serve a routed model with `transformers serve` or vLLM: the API of OpenAI, chat and completions.
+    """Serve a routed model with `transformers serve` or vLLM: the API of OpenAI,
+    chat and completions.
 
-    Every other option goes to `transformers serve` (see its --help), such as --port, --device, --dtype and
-    --continuous-batching; with --engine vllm, to `vllm serve`. The limits are those of the first. Requests name the
-    model by the adapter's Hub id or folder name, or not at all. A client that leaves ends its request; Ctrl-C and
-    SIGTERM end the server, and after 5 seconds what it still answers. With --continuous-batching all requests share
-    the model's own sampling settings, and one that asks for others, or for stop strings, gets 400. Needs
-    pip install "transformers[serving]", or vLLM.
+    Every other option goes to `transformers serve` (see its --help), such as --port, --device,
+    --dtype and --continuous-batching; with --engine vllm, to `vllm serve`. The limits are those of
+    the first. Requests name the model by the adapter's Hub id or folder name, or not at all. A
+    client that leaves ends its request; Ctrl-C and SIGTERM end the server, and after 5 seconds what
+    it still answers. With --continuous-batching all requests share the model's own sampling
+    settings, and one that asks for others, or for stop strings, gets 400. Needs pip install
+    "transformers[serving]", or vLLM.
 
     \b
     Example:
@@ -73,7 +75,8 @@ def serve(options: ServeOptions) -> None:
         raise CliError(f"--engine {options.engine}: use one of: transformers, vllm")
     if options.request_budgets:
         raise CliError(
-            "--request-budgets goes with --engine vllm; transformers serve hands on no such parameter"
+            "--request-budgets goes with --engine vllm; transformers serve hands on no such "
+            "parameter"
         )
     from transformers.utils.import_utils import is_serve_available
 
@@ -91,7 +94,8 @@ def serve(options: ServeOptions) -> None:
     base, base_config, gguf_file = loading.find_base(adapter, config, options.model)
     if gguf_file is not None:
         raise CliError(
-            f"model {base}: serve reads no GGUF file; save {gguf_file} as safetensors, and pass --model"
+            f"model {base}: serve reads no GGUF file; save {gguf_file} as safetensors, and pass "
+            "--model"
         )
     positions = getattr(base_config, "max_position_embeddings", None)
     name = short_name(adapter)
@@ -140,10 +144,11 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_model(name: str, limits: Limits) -> Iterator[None]:
-    """Let `transformers serve` list the model that is served, keep to the limits, and end on Ctrl-C.
+    """Let `transformers serve` list the model that is served, keep to the limits,
+    and end on Ctrl-C.
 
-    By itself it lists what lies in the Hub's cache, answers 500 to what a client got wrong, and its threads of
-    continuous batching outlive it.
+    By itself it lists what lies in the Hub's cache, answers 500 to what a client got wrong, and its
+    threads of continuous batching outlive it.
     """
     import jinja2
     import uvicorn
@@ -196,7 +201,8 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
 
 
 def link_model(base: Path, adapter: Path, folder: Path, code: bool = False) -> None:
-    """Make `folder`: links to the base's files, with `code` its Python files too, and to the two files of an adapter.
+    """Make `folder`: links to the base's files, with `code` its Python files too,
+    and to the two files of an adapter.
 
     Weights, settings and tokenizer are the base's, even if the adapter's folder holds others.
     """

@@ -1,4 +1,5 @@
-"""Generation behind `hf-depthroute serve`: within limits, ended when its client leaves, and as the request asks for.
+"""Generation behind `hf-depthroute serve`: within limits, ended when its client leaves,
+and as the request asks for.
 
 `limited_managers` replaces the two generation managers of `transformers serve` while a server runs.
 """
@@ -14,8 +15,8 @@ from typing import Any
 from .serve_settings import Limits
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-# What continuous batching has once, for all requests: fields of a generation config, what requests call them, and the
-# value that does nothing.
+# What continuous batching has once, for all requests: fields of a generation config, what requests
+# call them, and the value that does nothing.
 _SHARED: dict[str, tuple[str, Any]] = {
     "stop_strings": ("stop (stop_strings)", None),
     "repetition_penalty": ("repetition_penalty (frequency_penalty + 1)", 1.0),
@@ -29,13 +30,14 @@ _SHARED: dict[str, tuple[str, Any]] = {
 }
 
 
-# The streamers of the request that is running. An answer whose client left before its first word was sent is never
-# begun, and only an answer that was begun ends its generation.
+# The streamers of the request that is running. An answer whose client left before its first word
+# was sent is never begun, and only an answer that was begun ends its generation.
 STREAMERS: ContextVar[list[Any]] = ContextVar("streamers")
 
 
 def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> None:
-    """Refuse a prompt or settings that cost too much, and cut the answer to what may follow the prompt.
+    """Refuse a prompt or settings that cost too much,
+    and cut the answer to what may follow the prompt.
 
     Raises:
         HTTPException: 400, with what is too large.
@@ -75,7 +77,8 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
 
 
 def check_shared(wanted: Any, shared: Any) -> None:
-    """Refuse settings of a request that continuous batching would not look at: it has one set of them for all.
+    """Refuse settings of a request that continuous batching would not look at:
+    it has one set of them for all.
 
     Args:
         wanted: The request's generation config.
@@ -94,7 +97,10 @@ def check_shared(wanted: Any, shared: Any) -> None:
             held = nothing
         if asked is None or asked == held or (name in _SAMPLING and not sampled):
             continue
-        why = f"{said} is {asked!r}; with --continuous-batching all requests share the model's own, {held!r}"
+        why = (
+            f"{said} is {asked!r}; with --continuous-batching all requests share the model's own, "
+            f"{held!r}"
+        )
         raise HTTPException(
             400, f"{why[:200]}; leave it out, or serve without --continuous-batching"
         )
@@ -103,7 +109,8 @@ def check_shared(wanted: Any, shared: Any) -> None:
 def limited_managers(limits: Limits) -> tuple[type, type]:
     """`GenerateManager` and `CBGenerateManager` of transformers, within `limits`.
 
-    transformers.cli.serving has no setting for what a request may compute, nor for its end when its client leaves.
+    transformers.cli.serving has no setting for what a request may compute, nor for its end when its
+    client leaves.
     """
     import torch
     from transformers import StoppingCriteriaList

@@ -1,8 +1,9 @@
-"""The limits of `hf-depthroute serve`: what a request may be and compute, and its end when its client leaves.
+"""The limits of `hf-depthroute serve`: what a request may be and compute,
+and its end when its client leaves.
 
-`transformers serve` takes every request, computes for clients that have left, loads any model it is asked for, and
-answers 500 to what a client got wrong. `Guard` wraps it, and its two generation managers are replaced by
-`serve_generation.limited_managers` while a server runs.
+`transformers serve` takes every request, computes for clients that have left, loads any model it is
+asked for, and answers 500 to what a client got wrong. `Guard` wraps it, and its two generation
+managers are replaced by `serve_generation.limited_managers` while a server runs.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ class BadRequest(Exception):
 
 
 class Guard:
-    """ASGI middleware: checks requests, bounds how many there are, and ends those that no client waits for.
+    """ASGI middleware: checks requests, bounds how many there are,
+    and ends those that no client waits for.
 
     Args:
         app: The server that it wraps.
         model: The name of the one model that is served.
         limits: What a request may ask for.
-        tokenizer: Gives the model's, with which prompts are counted first; None: only the app counts them.
+        tokenizer: Gives the model's, with which prompts are counted first; None: only the app
+            counts them.
     """
 
     def __init__(
@@ -80,7 +83,8 @@ class Guard:
         except BadRequest as refused:
             await _answer(refused)(scope, receive, send)
         except asyncio.CancelledError:
-            # The server ends, and the time that it gave its answers is over. Their clients see a broken connection.
+            # The server ends, and the time that it gave its answers is over. Their clients see a
+            # broken connection.
             return
 
     def _check_path(self, path: str) -> None:
@@ -90,7 +94,8 @@ class Guard:
             )
 
     async def _check_prompt(self, content: Mapping[str, Any]) -> None:
-        """Refuse a prompt that is too long, in a thread: tokenising one of a megabyte takes seconds."""
+        """Refuse a prompt that is too long, in a thread:
+        tokenising one of a megabyte takes seconds."""
         if self.tokenizer is not None:
             most = self.limits.prompt_tokens
             fault = await asyncio.to_thread(fault_of_prompt, content, most, self.tokenizer())

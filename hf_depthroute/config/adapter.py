@@ -24,11 +24,16 @@ class DepthRouteConfig(AdapterFields, PeftConfig):
     """Configuration of a depth-routed adapter: `RoutingFields`, and what the library writes.
 
     Args:
-        trainable_token_indices: As in PEFT's LoRA; not supported by routed adapters, must stay `None`.
-        gate_package: Written by the library, like the next one, for a gate from another package: that package's name.
-        gate_module: The module of the gate's class. Both are shown where the gate is not known, and never imported.
-        base_architecture: Written by the library, like the next three: what the base is, and some of its weights.
-        format_version: The version of the saved files' form. A newer one than this library knows is refused.
+        trainable_token_indices: As in PEFT's LoRA; not supported by routed adapters, must stay
+            `None`.
+        gate_package: Written by the library, like the next one, for a gate from another package:
+            that package's name.
+        gate_module: The module of the gate's class. Both are shown where the gate is not known, and
+            never imported.
+        base_architecture: Written by the library, like the next three: what the base is, and some
+            of its weights.
+        format_version: The version of the saved files' form. A newer one than this library knows is
+            refused.
         library_version: The version that saved the adapter.
         weights_hash: The hash of the saved tensors; loading compares it.
 
@@ -53,7 +58,8 @@ if DepthRouteConfig.__doc__ and RoutingFields.__doc__:  # one list of arguments 
 
 
 def renumber(config: DepthRouteConfig, places: Mapping[int, int]) -> None:
-    """Leave only the layers in `places` routed, each as layer `places[index]`, with what is said of single layers."""
+    """Leave only the layers in `places` routed, each as layer `places[index]`,
+    with what is said of single layers."""
     layers = cast("list[int]", config.layers)
     remaining = [at for at, index in enumerate(layers) if index in places]
     if config.dropped_experts is not None:
@@ -74,8 +80,9 @@ def renumber(config: DepthRouteConfig, places: Mapping[int, int]) -> None:
 def register_peft_type() -> Any:
     """The `PeftType` of this method, added to PEFT's enum on the first call.
 
-    PEFT has no public way to register a method from outside: `PeftType` is a closed enum. This is the only place that
-    opens it. If PEFT ever ships its own `DEPTH_ROUTE` member or a hook, the first branch takes that instead.
+    PEFT has no public way to register a method from outside: `PeftType` is a closed enum. This is
+    the only place that opens it. If PEFT ever ships its own `DEPTH_ROUTE` member or a hook, the
+    first branch takes that instead.
     """
     kind: Any = peft.PeftType
     name = "DEPTH_ROUTE"

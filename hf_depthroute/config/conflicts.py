@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 
 def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
-    """Conflicts between the fields of a configuration whose defaults are filled in, one line each."""
+    """Conflicts between the fields of a configuration whose defaults are filled in,
+    one line each."""
     gate = GATES[c.gate]
     target = TARGETS[c.target]
     by_token = c.granularity == "token" and not (target.per_pair or target.reads_ids)
     for name, value in target.fixed.items():
         if getattr(c, name) != value:
-            yield f"{name}={getattr(c, name)!r}: with target={c.target!r} it is always {value!r}; leave it out"
+            yield (
+                f"{name}={getattr(c, name)!r}: with target={c.target!r} it is always {value!r}; "
+                "leave it out"
+            )
     targets = gate.targets or tuple(TARGETS)
     granularities = gate.granularities or tuple(CHOICES["granularity"])
     if c.target not in targets or c.granularity not in granularities:
@@ -33,7 +37,9 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
         )
     if c.granularity not in target.decides:
         known = _any_of(target.decides)
-        yield f"granularity={c.granularity!r} is not supported with target={c.target!r}; use {known}"
+        yield (
+            f"granularity={c.granularity!r} is not supported with target={c.target!r}; use {known}"
+        )
     if target.per_pair:
         if not gate.scores_experts:
             scoring = ", ".join(name for name in GATES if GATES[name].scores_experts)
@@ -41,13 +47,19 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
         if gate.static != (c.dropped_experts is not None):
             yield "dropped_experts goes with target='experts' and gate='none', and they need it"
         if c.scale_by_gate or c.causal_rule == "predictor":
-            yield f"scale_by_gate and causal_rule='predictor' are not supported with target={c.target!r}"
+            yield (
+                "scale_by_gate and causal_rule='predictor' are not supported with "
+                f"target={c.target!r}"
+            )
         if (
             c.dropped_experts is not None
             and isinstance(c.layers, (list, tuple))
             and list(c.layers) != sorted(c.layers)
         ):
-            yield f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one list for each of them"
+            yield (
+                f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one "
+                "list for each of them"
+            )
     elif c.dropped_experts is not None:
         yield "dropped_experts goes with target='experts' and gate='none'"
     if c.static_layers is not None:
@@ -64,19 +76,28 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
             )
             yield f"static_layers is not supported with gate={c.gate!r}: {instead}"
         if not c.takes_budget():
-            yield "static_layers needs thresholds that follow the budget: threshold='budget', causal_rule='quantile'"
+            yield (
+                "static_layers needs thresholds that follow the budget: threshold='budget', "
+                "causal_rule='quantile'"
+            )
     yield from _conflicts_of_layers(c)
     if c.branch == "memory" and not by_token:
         yield (
-            f"branch='memory' looks up what ends at a token; it is not supported with target={c.target!r} per "
-            f"{c.granularity}; use ffn, attention or block per token"
+            "branch='memory' looks up what ends at a token; it is not supported with "
+            f"target={c.target!r} per {c.granularity}; use ffn, attention or block per token"
         )
     if gate.scales_ffn and not (target.skips_attention and target.skips_ffn):
-        yield f"gate={c.gate!r} scales the FFN of a block; it is not supported with target={c.target!r}; use 'block'"
+        yield (
+            f"gate={c.gate!r} scales the FFN of a block; it is not supported with "
+            f"target={c.target!r}; use 'block'"
+        )
     if gate.scales_ffn and c.branch == "memory":
         yield f"branch='memory' is not scaled by gate={c.gate!r}; use 'swiglu', 'lowrank' or 'none'"
     if gate.scales_ffn and c.scale_by_gate:
-        yield f"scale_by_gate is not supported with gate={c.gate!r}, which scales FFN and branch itself; leave it out"
+        yield (
+            f"scale_by_gate is not supported with gate={c.gate!r}, which scales FFN and branch "
+            "itself; leave it out"
+        )
     if c.has_memory:
         hashes = hash_count(c)
         if c.memory_slots < LEAST_SLOTS * hashes:
@@ -88,25 +109,37 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
             if getattr(c, name) != getattr(RoutingFields, name):
                 yield f"{name}={getattr(c, name)!r} goes with target={reading} or branch='memory'"
     if c.selection == "topk" and (c.granularity == "sequence" or c.budget_scope == "global"):
-        yield "selection='topk' ranks the tokens of one sequence in one layer; use 'threshold' or 'controller' here"
+        yield (
+            "selection='topk' ranks the tokens of one sequence in one layer; use 'threshold' or "
+            "'controller' here"
+        )
     if gate.selections and c.selection not in gate.selections:
         yield f"selection={c.selection!r}: {gate.called} trains with {_any_of(gate.selections)}"
     if c.causal_rule == "predictor" and c.selection != "topk":
         yield "causal_rule='predictor' foresees the top-k choice; use it with selection='topk'"
     if c.selection == "controller" and c.fixed_threshold is not None:
-        yield "threshold is fixed, so there is nothing for selection='controller' to move; use threshold='budget'"
+        yield (
+            "threshold is fixed, so there is nothing for selection='controller' to move; use "
+            "threshold='budget'"
+        )
     if c.scale_by_gate and c.selection in ("soft", "gumbel"):
-        yield f"scale_by_gate is not supported with selection={c.selection!r}; use topk, threshold or controller"
+        yield (
+            f"scale_by_gate is not supported with selection={c.selection!r}; use topk, threshold "
+            "or controller"
+        )
 
 
 def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
-    """Conflicts between the target and the branch of a layer, and of the patterns with the other fields."""
+    """Conflicts between the target and the branch of a layer,
+    and of the patterns with the other fields."""
     plain = ("ffn", "attention", "block")
     if c.target_pattern and (not set(c.targets()) <= set(plain) or c.granularity != "token"):
         yield f"target_pattern={c.target_pattern!r} is for the targets {_any_of(plain)} per token"
     allowed = GATES[c.gate].targets or tuple(TARGETS)
     if not set((c.target_pattern or {}).values()) <= set(allowed):
-        yield f"target_pattern={c.target_pattern!r}: gate={c.gate!r} is for target={_any_of(allowed)}"
+        yield (
+            f"target_pattern={c.target_pattern!r}: gate={c.gate!r} is for target={_any_of(allowed)}"
+        )
     memory = c.branch == "memory" or "memory" in (c.branch_pattern or {}).values()
     if c.branch_pattern and (memory or c.branch == "none"):
         known = "branch='lowrank', 'swiglu' and 'neurons'"
@@ -116,7 +149,10 @@ def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
         target, branch = c.target_of(index), c.branch_of(index)
         if branch == "neurons" and not TARGETS[target].skips_ffn:
             where = "" if index < 0 else f"layer {index}: "
-            yield f"{where}branch='neurons' is made of the FFN; it is not supported with target={target!r}"
+            yield (
+                f"{where}branch='neurons' is made of the FFN; it is not supported with "
+                f"target={target!r}"
+            )
 
 
 def _any_of(names: Iterable[str]) -> str:

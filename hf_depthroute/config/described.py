@@ -1,6 +1,8 @@
-"""`AdapterFields`: what defines an adapter and what follows from it; `SavedAdapter` reads it without PEFT.
+"""`AdapterFields`: what defines an adapter and what follows from it;
+`SavedAdapter` reads it without PEFT.
 
-PEFT imports much of transformers: a check of two files took 5.1 s of processor time with it, and takes 2.4 s without.
+PEFT imports much of transformers: a check of two files took 5.1 s of processor time with it, and
+takes 2.4 s without.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from .rules import (
 
 Owner = TypeVar("Owner", bound=type)
 
-# The tasks by which PEFT wraps a model, with the auto class that loads its base and the Hub's name of it.
+# The tasks by which PEFT wraps a model, with the auto class that loads its base and the Hub's name
+# of it.
 TASKS = {
     "CAUSAL_LM": ("AutoModelForCausalLM", "text-generation"),
     "SEQ_CLS": ("AutoModelForSequenceClassification", "text-classification"),
@@ -40,7 +43,8 @@ TASKS = {
 
 
 def refuses_unknown(owner: Owner) -> Owner:
-    """Class decorator of a dataclass: a field that it does not have is refused, where PEFT drops it with a warning."""
+    """Class decorator of a dataclass: a field that it does not have is refused,
+    where PEFT drops it with a warning."""
     init: Any = owner.__init__  # type: ignore[misc]
     names = [f.name for f in dataclasses.fields(owner) if f.init]
 
@@ -67,17 +71,20 @@ class AdapterFields(RoutingFields):
 
     @property
     def has_memory(self) -> bool:
-        """Whether there is a table of n-grams, as the target or in the cheap branch; layers are then given the ids."""
+        """Whether there is a table of n-grams, as the target or in the cheap branch;
+        layers are then given the ids."""
         return self.branch == "memory" or TARGETS[self.target].reads_ids
 
     @property
     def fixed_threshold(self) -> float | None:
-        """The score that every routed layer compares with; None if the layer's own table gives it."""
+        """The score that every routed layer compares with;
+        None if the layer's own table gives it."""
         return None if isinstance(self.threshold, str) else self.threshold
 
     @property
     def last_in_full(self) -> int:
-        """How many of a sequence's last tokens run in full in a forward pass with `phases="prefill"`."""
+        """How many of a sequence's last tokens run in full in a forward pass with
+        `phases="prefill"`."""
         return self.prompt_tail or 1
 
     def gate_of(self, layer_index: int) -> str:
@@ -117,17 +124,19 @@ class AdapterFields(RoutingFields):
         ]
 
     def share_of_all(self, depth: int, share: float) -> float:
-        """The share of all `depth` layers' calls that runs in full, if `share` of the gated layers' calls does.
+        """The share of all `depth` layers' calls that runs in full,
+        if `share` of the gated layers' calls does.
 
-        A budget is a share of the gated layers' calls, the `keep` of `fit_router` one of all layers' calls. Static
-        layers run none of theirs, and layers without routing all.
+        A budget is a share of the gated layers' calls, the `keep` of `fit_router` one of all
+        layers' calls. Static layers run none of theirs, and layers without routing all.
         """
         routed = self.routed_layers(depth)
         gated = len(set(routed) - set(self.static_layers or ()))
         return (share * gated + depth - len(routed)) / depth
 
     def takes_budget(self) -> bool:
-        """Whether inference follows the budget: there is a gate, and its threshold comes from a quantile table."""
+        """Whether inference follows the budget: there is a gate,
+        and its threshold comes from a quantile table."""
         static = GATES[self.gate].static
         return not static and self.fixed_threshold is None and self.causal_rule == "quantile"
 
@@ -141,7 +150,8 @@ class AdapterFields(RoutingFields):
         )
 
     def _fill_in(self) -> None:
-        """The defaults that depend on other fields; the saved configuration holds what they came to."""
+        """The defaults that depend on other fields; the saved configuration holds
+        what they came to."""
         for name, value in TARGETS[self.target].fixed.items():
             if getattr(self, name) == getattr(RoutingFields, name):
                 setattr(self, name, value)
@@ -171,7 +181,8 @@ class AdapterFields(RoutingFields):
             )
         if self.dropped_experts is not None and len(self.dropped_experts) != len(routed):
             raise ConfigError(
-                f"dropped_experts has {len(self.dropped_experts)} lists for {len(routed)} routed layers; give one each"
+                f"dropped_experts has {len(self.dropped_experts)} lists for {len(routed)} routed "
+                "layers; give one each"
             )
         check_static(self.static_layers, routed)
         check_patterns(cast(Any, self), routed)
@@ -200,12 +211,14 @@ class AdapterFields(RoutingFields):
         outside = [i for i in self.layers if i >= depth]
         if outside:
             raise ConfigError(
-                f"layers={self.layers}: {outside[0]} is out of range; the model has layers 0 to {depth - 1}"
+                f"layers={self.layers}: {outside[0]} is out of range; the model has layers 0 to "
+                f"{depth - 1}"
             )
         return sorted(self.layers)
 
     def _check(self) -> None:
-        """Check all fields, and fill in those that depend on others; `ConfigError` where a value cannot be used."""
+        """Check all fields, and fill in those that depend on others;
+        `ConfigError` where a value cannot be used."""
         config: Any = self
         for name in PATTERNS:
             setattr(self, name, _by_index(getattr(self, name)))
@@ -214,9 +227,11 @@ class AdapterFields(RoutingFields):
         check_complete(config)
 
     def _to_save(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """`saved`, all fields, as they are written. The weights' hash is written together with the weights."""
+        """`saved`, all fields, as they are written. The weights' hash is written together
+        with the weights."""
         saved = saved | {"library_version": __version__, "weights_hash": None}
-        # Fields that older versions do not have are left out where nothing uses them: so these read what they can run.
+        # Fields that older versions do not have are left out where nothing uses them: so these read
+        # what they can run.
         unused = [
             name for name in ("static_layers", "prompt_tail", *PATTERNS) if saved[name] is None
         ]

@@ -1,4 +1,5 @@
-"""Rules of `DepthRouteConfig`: the values that a field may have; combinations are in `conflicts`."""
+"""Rules of `DepthRouteConfig`: the values that a field may have;
+combinations are in `conflicts`."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ OTHER_METHODS = {
     "init_lora_weights": "that is LoRA's; seed sets the initial weights here",
 }
 
-# Fields that are whole numbers, with the least and the greatest; those that are None by default may stay so.
+# Fields that are whole numbers, with the least and the greatest; those that are None by default may
+# stay so.
 _INTEGERS = {
     "context_dim": (1, 65536),
     "summary_dim": (1, 65536),
@@ -57,7 +59,8 @@ _LAYER_RULE = re.compile(r"(last|every|before_last):([1-9][0-9]{0,3})|(before_la
 
 
 class ConfigError(OneLine, ValueError):
-    """A field of `DepthRouteConfig` has a value that cannot be used. The message is one line: field, value, range."""
+    """A field of `DepthRouteConfig` has a value that cannot be used. The message is one line:
+    field, value, range."""
 
 
 def require(holds: object, name: str, value: Any, what: str) -> None:
@@ -97,9 +100,13 @@ def check_patterns(c: DepthRouteConfig, routed: list[int]) -> None:
 
 
 def check_phases(phases: Any, granularity: str, target: str) -> str:
-    """Return `phases` if an adapter of this granularity and target can have it; raise `ConfigError` otherwise."""
+    """Return `phases` if an adapter of this granularity and target can have it;
+    raise `ConfigError` otherwise."""
     _check_choice("phases", phases, CHOICES["phases"])
-    what = "needs granularity='token': a sequence is decided once, on its prompt, for everything that follows it"
+    what = (
+        "needs granularity='token': a sequence is decided once, on its prompt, for everything that "
+        "follows it"
+    )
     require(phases == "all" or granularity == "token", "phases", phases, what)
     always = TARGETS[target].fixed.get("phases", phases)
     require(
@@ -132,12 +139,14 @@ def _check_format(version: Any, library: Any) -> None:
         known = isinstance(library, str) and _VERSION.fullmatch(library)
         needed = f"hf_depthroute {library}" if known else "a newer one"
         raise ConfigError(
-            f"format_version={version}: hf_depthroute reads up to {FORMAT_VERSION} here; upgrade: {needed} saved this"
+            f"format_version={version}: hf_depthroute reads up to {FORMAT_VERSION} here; upgrade: "
+            f"{needed} saved this"
         )
 
 
 def check_given(c: DepthRouteConfig) -> None:
-    """Check each field alone, before dependent defaults are filled in; no field may name code to import."""
+    """Check each field alone, before dependent defaults are filled in;
+    no field may name code to import."""
     _check_format(c.format_version, c.library_version)
     for name, longest in (
         ("base_model_name_or_path", 4096),
@@ -171,7 +180,8 @@ def check_given(c: DepthRouteConfig) -> None:
     require(named, "modules_to_save", modules, "must be a list of names of base modules")
     if c.auto_mapping is not None and not _is_plain_mapping(c.auto_mapping):
         raise ConfigError(
-            f"auto_mapping={reprlib.repr(c.auto_mapping)}: only a class of transformers can be named; set task_type"
+            f"auto_mapping={reprlib.repr(c.auto_mapping)}: only a class of transformers can be "
+            "named; set task_type"
         )
     base: Any = c.base_architecture
     described = base is None or (
@@ -273,8 +283,9 @@ def _check_gate(c: DepthRouteConfig) -> None:
         return
     package = "no package" if c.gate_package is None else f"the package {c.gate_package}"
     raise ConfigError(
-        f"gate={reprlib.repr(c.gate)} is not hf_depthroute's own, and nothing has registered it here; the file names "
-        f"{package}, module {c.gate_module}: install that if you trust it, import the module, and load again"
+        f"gate={reprlib.repr(c.gate)} is not hf_depthroute's own, and nothing has registered it "
+        f"here; the file names {package}, module {c.gate_module}: install that if you trust it, "
+        "import the module, and load again"
     )
 
 
@@ -286,7 +297,8 @@ def module_of(gate: Any) -> str | None:
 
 @functools.cache
 def package_of(module: str) -> str | None:
-    """Name of the installed distribution that has `module`; None for a script, or for code on the path."""
+    """Name of the installed distribution that has `module`; None for a script,
+    or for code on the path."""
     return next(iter(packages_distributions().get(module.partition(".")[0], ())), None)
 
 

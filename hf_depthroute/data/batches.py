@@ -1,4 +1,5 @@
-"""Text to measure a model on, as people have it: a loader's batches, a tokenizer's output, or rows of a dataset.
+"""Text to measure a model on, as people have it: a loader's batches, a tokenizer's output,
+or rows of a dataset.
 
 Shapes: B batch, T positions.
 """
@@ -25,13 +26,14 @@ def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str,
 
     Args:
         model: The model.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`: tensors or lists `[B, T]`,
-            lists of rows of different lengths, or one row `[T]`. Or a single one of them, such as a tokenizer returns.
-            In rows of several documents (packed) `position_ids` begin anew with each, and there is no mask.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`: tensors
+            or lists `[B, T]`, lists of rows of different lengths, or one row `[T]`. Or a single one
+            of them, such as a tokenizer returns. In rows of several documents (packed)
+            `position_ids` begin anew with each, and there is no mask.
 
     Raises:
-        ValueError: A batch has no `input_ids`, or they are neither tensors nor lists of ids; or it has images or
-            sound, which would not be read.
+        ValueError: A batch has no `input_ids`, or they are neither tensors nor lists of ids; or it
+            has images or sound, which would not be read.
     """
     device = device_of(model)
     for number, batch in enumerate([batches] if isinstance(batches, Mapping) else batches):
@@ -41,23 +43,24 @@ def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str,
             else:
                 held = type(batch).__name__
             raise ValueError(
-                f"batch {number} holds no input_ids, but {held}; batches are dicts of what a tokenizer returns"
+                f"batch {number} holds no input_ids, but {held}; batches are dicts of what a "
+                "tokenizer returns"
             )
         other = [
             name for name in batch if str(name).startswith(_NOT_TEXT) and batch[name] is not None
         ]
         if other:
             raise ValueError(
-                f"batch {number} holds {', '.join(other)}, which are not read here: their places would count as text; "
-                "give text alone"
+                f"batch {number} holds {', '.join(other)}, which are not read here: their places "
+                "would count as text; give text alone"
             )
         inputs = {name: batch[name] for name in INPUTS if batch.get(name) is not None}
         if "attention_mask" not in inputs and _is_ragged(batch["input_ids"]):
             inputs["attention_mask"] = [[1] * len(row) for row in batch["input_ids"]]
             if any(breaks_of(torch.as_tensor(row)).any() for row in inputs.get("position_ids", ())):
                 raise ValueError(
-                    f"batch {number} has packed rows of different lengths: transformers tells documents apart only in "
-                    "rows without padding; cut them to one length"
+                    f"batch {number} has packed rows of different lengths: transformers tells "
+                    "documents apart only in rows without padding; cut them to one length"
                 )
         found = {name: _rows(name, value).to(device) for name, value in inputs.items()}
         if "position_ids" in found:  # one row of them may stand for all
@@ -66,7 +69,8 @@ def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str,
 
 
 def device_of(*modules: nn.Module) -> torch.device:
-    """Where the first weight of `modules` runs: of an offloaded one, the device to which it is fetched."""
+    """Where the first weight of `modules` runs: of an offloaded one,
+    the device to which it is fetched."""
     for part in (part for module in modules for part in module.modules()):
         for weight in part.parameters(recurse=False):
             execution = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
@@ -77,7 +81,8 @@ def device_of(*modules: nn.Module) -> torch.device:
 
 
 def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Bool `[B, T]`, true at real tokens: where `attention_mask` is set, and everywhere without one."""
+    """Bool `[B, T]`, true at real tokens: where `attention_mask` is set,
+    and everywhere without one."""
     mask = batch.get("attention_mask")
     if mask is None:
         return torch.ones_like(batch["input_ids"], dtype=torch.bool)
@@ -94,8 +99,8 @@ def prompts_of(
         tail: Tokens at the end of each prompt that are left out of it.
 
     Returns:
-        Bool `[B, T]` each: the prompts without their last `tail` tokens, and the positions whose next token is behind
-        the prompt.
+        Bool `[B, T]` each: the prompts without their last `tail` tokens, and the positions whose
+        next token is behind the prompt.
     """
     real = token_mask(batch)
     place = real.cumsum(1)
@@ -105,14 +110,17 @@ def prompts_of(
 
 
 def breaks_of(position_ids: torch.Tensor) -> torch.Tensor:
-    """Bool `[B, T]`, true where positions do not go on by one: where another document starts (packing)."""
+    """Bool `[B, T]`, true where positions do not go on by one:
+    where another document starts (packing)."""
     return pad(position_ids.diff() != 1, (1, 0))
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Bool `[B, T]`, true where a document starts after another, as `position_ids` say (`breaks_of`).
+    """Bool `[B, T]`, true where a document starts after another,
+    as `position_ids` say (`breaks_of`).
 
-    None without them, and with an `attention_mask` `[B, T]`, with which transformers takes a row for one document.
+    None without them, and with an `attention_mask` `[B, T]`, with which transformers takes a row
+    for one document.
     """
     positions = batch.get("position_ids")
     mask = batch.get("attention_mask")
@@ -141,8 +149,9 @@ def _rows(name: str, value: Any) -> torch.Tensor:
         isinstance(part, torch.Tensor) and part.ndim for part in value
     ):
         raise ValueError(
-            f"{name} is a list of {len(value)} tensors: what a DataLoader makes of lists stands position by position. "
-            "Load the dataset with dataset.with_format('torch'), or with a collate_fn that pads"
+            f"{name} is a list of {len(value)} tensors: what a DataLoader makes of lists stands "
+            "position by position. Load the dataset with dataset.with_format('torch'), or with a "
+            "collate_fn that pads"
         )
     if _is_ragged(value):
         return pad_sequence([torch.as_tensor(row) for row in value], batch_first=True)

@@ -1,4 +1,7 @@
-"""Text in, packed token blocks out. Everything goes through `datasets`, which is imported only when text is loaded."""
+"""Text in, packed token blocks out.
+
+Everything goes through `datasets`, which is imported only when text is loaded.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ if TYPE_CHECKING:
 
 PYTHON_STDLIB = "python-stdlib"
 
-# Not prose-like source (tables, generated data), not installed everywhere, or not part of the library proper.
+# Not prose-like source (tables, generated data), not installed everywhere, or not part of the
+# library proper.
 _STDLIB_SKIP = {
-    "__pycache__", "config", "dist-packages", "encodings", "ensurepip", "idlelib", "lib-dynload", "lib2to3",
-    "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
+    "__pycache__", "config", "dist-packages", "encodings", "ensurepip", "idlelib", "lib-dynload",
+    "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
 }  # fmt: skip
 
 _LOCAL_BUILDERS = {
@@ -35,7 +39,9 @@ _LOCAL_BUILDERS = {
 
 
 class DataError(OneLine, ValueError):
-    """The dataset, split, column or text that was asked for cannot be used. The message is one line.
+    """The dataset, split, column or text that was asked for cannot be used.
+
+    The message is one line.
 
     When the Hub is the reason, the cause is a `hf_depthroute.files.hub.HubError`.
     """
@@ -44,8 +50,8 @@ class DataError(OneLine, ValueError):
 def stdlib_files(split: str) -> list[Path]:
     """The standard library's own `.py` files on this machine, in path order.
 
-    A file belongs to `"validation"` when the CRC of its relative path is divisible by 20, so that the split does not
-    move when a Python release adds or removes files; all others are `"train"`.
+    A file belongs to `"validation"` when the CRC of its relative path is divisible by 20, so that
+    the split does not move when a Python release adds or removes files; all others are `"train"`.
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = ((path, path.relative_to(root)) for path in sorted(root.rglob("*.py")))
@@ -66,7 +72,8 @@ def check_source(source: str) -> Path:
     """`source` as a path, after the checks that need no library.
 
     Raises:
-        DataError: It is a file of an unknown type or an empty one, or looks like a path and is not there.
+        DataError: It is a file of an unknown type or an empty one, or looks like a path and is not
+            there.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -92,21 +99,25 @@ def load_text(
     streaming: bool = False,
     verbose: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """A dataset with the one column `text`. Caches go to the `datasets` cache, never next to the file.
+    """A dataset with the one column `text`.
+
+    Caches go to the `datasets` cache, never next to the file.
 
     Args:
-        source: `"python-stdlib"`, a local `.txt` (each line is a text) / `.jsonl` / `.json` / `.csv` / `.parquet` file,
-            a folder that `save_to_disk` made or that `datasets` can load, or a dataset id on the Hub.
-        split: A split, or a slice of one in the syntax of `datasets` (`"train[:90%]"`; when streaming, of
-            `"python-stdlib"` and saved folders only). A local file is one split, `"train"`.
+        source: `"python-stdlib"`, a local `.txt` (each line is a text) / `.jsonl` / `.json` /
+            `.csv` / `.parquet` file, a folder that `save_to_disk` made or that `datasets` can load,
+            or a dataset id on the Hub.
+        split: A split, or a slice of one in the syntax of `datasets` (`"train[:90%]"`; when
+            streaming, of `"python-stdlib"` and saved folders only). A local file is one split,
+            `"train"`.
         name: The Hub dataset's configuration, such as `"sample-10BT"`.
         column: The column that holds the text.
         streaming: Do not download the dataset; read it as it is consumed.
         verbose: Show the progress bars and the log lines of `datasets`.
 
     Raises:
-        DataError: There is no such dataset, split or column; the Hub cannot be reached; the file is broken or empty;
-            the column does not hold text.
+        DataError: There is no such dataset, split or column; the Hub cannot be reached; the file is
+            broken or empty; the column does not hold text.
     """
 
     if source == PYTHON_STDLIB:
@@ -129,7 +140,8 @@ def load_text(
     kind = getattr((features or {}).get(column), "dtype", "string")
     if kind not in ("string", "large_string"):
         raise DataError(
-            f"dataset {source}: column {column!r} holds {kind}, not text; its columns: {', '.join(columns)}"
+            f"dataset {source}: column {column!r} holds {kind}, not text; its columns: "
+            f"{', '.join(columns)}"
         )
     if column != "text":
         dataset = dataset.select_columns([column]).rename_column(column, "text")
@@ -145,11 +157,12 @@ def pack(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Tokenise, join and cut into blocks of exactly `length` tokens.
 
-    Texts are separated by the beginning token where the tokenizer puts one, by the end token otherwise.
+    Texts are separated by the beginning token where the tokenizer puts one, by the end token
+    otherwise.
 
-    The result has `input_ids` and `attention_mask` (all ones), each `[length]`, and `labels` equal to `input_ids`.
-    The tail of each batch of 1,000 texts that does not fill a block is dropped. A streaming dataset is packed as it
-    is consumed, after its first block has been looked at.
+    The result has `input_ids` and `attention_mask` (all ones), each `[length]`, and `labels` equal
+    to `input_ids`. The tail of each batch of 1,000 texts that does not fill a block is dropped. A
+    streaming dataset is packed as it is consumed, after its first block has been looked at.
 
     Raises:
         DataError: `length` is below 2, the text is shorter than one block, or it is not text.
@@ -184,7 +197,8 @@ def pack(
         packed = dataset.map(to_blocks, batched=True, batch_size=1000, remove_columns=["text"])
     if next(iter(packed), None) is None:
         raise DataError(
-            f"the text is shorter than one block of {length} tokens; use a shorter block or more text"
+            f"the text is shorter than one block of {length} tokens; use a shorter block or more "
+            "text"
         )
     return packed
 
@@ -228,12 +242,14 @@ def _stdlib(split: str) -> Any:
         return _sliced(splits, split)
     except (ValueError, AssertionError, IndexError) as error:
         raise DataError(
-            f"dataset {PYTHON_STDLIB}: no split {split!r}; use train or validation, or a slice of one, train[:90%]"
+            f"dataset {PYTHON_STDLIB}: no split {split!r}; use train or validation, or a slice of "
+            "one, train[:90%]"
         ) from error
 
 
 def _from_disk(path: Path, split: str, streaming: bool) -> Any:
-    """A split, or a slice of one, of what `save_to_disk` wrote: a `DatasetDict`, or a `Dataset`, which is `"train"`."""
+    """A split, or a slice of one, of what `save_to_disk` wrote: a `DatasetDict`, or a `Dataset`,
+    which is `"train"`."""
     import datasets
 
     saved = datasets.load_from_disk(str(path))

@@ -1,8 +1,10 @@
-"""Counted cost of a routed model: dense, routed and ideal FLOPs, parameters, and bytes of the KV cache.
+"""Counted cost of a routed model: dense, routed and ideal FLOPs, parameters,
+and bytes of the KV cache.
 
-Two accountings. FLOPs are whole-model, two per weight and token plus attention. `ffn_ratio` is that of "Revisiting
-Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228): units of one full FFN (or
-whatever is routed) on one token at one routed layer, weights only, `rho + (1 - rho) * branch / FFN + gate / FFN`.
+Two accountings. FLOPs are whole-model, two per weight and token plus attention. `ffn_ratio` is that
+of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study"
+(arXiv:2604.17228): units of one full FFN (or whatever is routed) on one token at one routed layer,
+weights only, `rho + (1 - rho) * branch / FFN + gate / FFN`.
 """
 
 from __future__ import annotations
@@ -41,14 +43,16 @@ class RouteCost:
         flops_dense: The base model.
         flops_routed: With routers and cheap branches, at the given share of full tokens.
         flops_ideal: The same share, with routers and branches that cost nothing.
-        ffn_ratio: Mean over routed layers of the cost of the routed part, in FFNs as above; 1 is the dense part. With
-            target memory, which skips nothing, the unit is its `W_V`.
+        ffn_ratio: Mean over routed layers of the cost of the routed part, in FFNs as above; 1 is
+            the dense part. With target memory, which skips nothing, the unit is its `W_V`.
         parameters_base: The number of the base model's parameters.
         parameters_adapter: The adapter's, the frozen projection included.
         parameters_trainable: The part of the adapter that trains.
-        kv_bytes: KV cache after the pass, all layers; those with a sliding window hold what the next token still meets.
-            Only whole sequences whose attention is skipped leave it smaller.
-        remark: One line where the adapter cannot pay for itself: why not, and what to make smaller; None if it can.
+        kv_bytes: KV cache after the pass, all layers; those with a sliding window hold what the
+            next token still meets. Only whole sequences whose attention is skipped leave it
+            smaller.
+        remark: One line where the adapter cannot pay for itself: why not, and what to make smaller;
+            None if it can.
     """
 
     flops_dense: float
@@ -77,10 +81,11 @@ def route_cost(
     Args:
         model: The routed model; its weights may be on the meta device.
         batch_size: Sequences.
-        length: New tokens per sequence: the prompt in prefill, 1 in decode, which `phases="prefill"` leaves dense.
+        length: New tokens per sequence: the prompt in prefill, 1 in decode, which
+            `phases="prefill"` leaves dense.
         cached: Tokens per sequence already in the KV cache.
-        budget: Share of tokens that run full; default: the adapter's budget, and 0 where there is no gate. In static
-            layers it is 0 in any case.
+        budget: Share of tokens that run full; default: the adapter's budget, and 0 where there is
+            no gate. In static layers it is 0 in any case.
         full_ratio: Measured shares per layer, as from `RouteTrace.full_ratio`; overrides `budget`.
         logits_to_keep: Positions per sequence that go through the LM head.
 
@@ -151,7 +156,8 @@ def route_cost(
 
 
 def cost_remark(model: nn.Module) -> str | None:
-    """`RouteCost.remark` of the active adapter at its own budget, in prefill; None if nothing is routed."""
+    """`RouteCost.remark` of the active adapter at its own budget, in prefill;
+    None if nothing is routed."""
     if not any(
         isinstance(part, Routing) and part.adapter() is not None for part in model.modules()
     ):
@@ -162,7 +168,8 @@ def cost_remark(model: nn.Module) -> str | None:
 def _remark(
     routing: Routing, saved: float, gates: float, branches: float, ratio: float
 ) -> str | None:
-    """Why an adapter that leaves something out costs more than it saves, from FLOPs of one token over all layers."""
+    """Why an adapter that leaves something out costs more than it saves,
+    from FLOPs of one token over all layers."""
     if saved == 0 or saved > gates + branches:
         return None
     config = routing.active_config()
@@ -179,9 +186,9 @@ def _remark(
     else:
         advice = "take a gate with fewer weights, such as gate='linear'"
     return (
-        f"this adapter cannot pay for itself: {ratio:.3g} of the dense FLOPs. Per token its layers save "
-        f"{saved:,.0f} FLOPs and spend {gates:,.0f} on gates and {branches:,.0f} on cheap branches; "
-        f"{advice}, or lower the budget"
+        f"this adapter cannot pay for itself: {ratio:.3g} of the dense FLOPs. Per token its layers "
+        f"save {saved:,.0f} FLOPs and spend {gates:,.0f} on gates and {branches:,.0f} on cheap "
+        f"branches; {advice}, or lower the budget"
     )
 
 

@@ -1,4 +1,5 @@
-"""The FLOPs of a forward pass, by part: two for each weight and token, and the attention's two products.
+"""The FLOPs of a forward pass, by part: two for each weight and token,
+and the attention's two products.
 
 Norms, activations, residual adds and the rotation count nothing.
 """
@@ -51,7 +52,8 @@ class Matrix:
 def matrices(
     layer: Any, config: Any, family: Family | None = None, routing: Routing | None = None
 ) -> list[Matrix]:
-    """The weights of a decoder layer, or of any module, without those of its router; norms do not count.
+    """The weights of a decoder layer, or of any module, without those of its router;
+    norms do not count.
 
     Args:
         layer: The module.
@@ -97,9 +99,11 @@ def _left_out(layer: Any, config: Any, routing: Routing) -> dict[str, float]:
 
 
 def skips_sequences(routing: Routing, config: Any) -> bool:
-    """Whether a skipped attention leaves its keys and values out of the KV cache that `generate` makes.
+    """Whether a skipped attention leaves its keys and values out of the KV cache that
+    `generate` makes.
 
-    `config` is the base model's. A layer with a sliding window holds every sequence, and so does flex attention.
+    `config` is the base model's. A layer with a sliding window holds every sequence, and so does
+    flex attention.
     """
     adapter = routing.active_config()
     whole = adapter.granularity == "sequence" or (
@@ -114,12 +118,14 @@ def skips_sequences(routing: Routing, config: Any) -> bool:
 
 
 def runs_full(routing: Routing, length: int) -> bool:
-    """Whether a layer runs as the base's, without gate and branch, in a pass of `length` new tokens."""
+    """Whether a layer runs as the base's, without gate and branch,
+    in a pass of `length` new tokens."""
     return in_full(routing, length) == 1.0
 
 
 def in_full(routing: Routing, length: int) -> float:
-    """The share of `length` new tokens that run in full whatever their scores: the last ones of `phases="prefill"`."""
+    """The share of `length` new tokens that run in full whatever their scores:
+    the last ones of `phases="prefill"`."""
     config = routing.active_config()
     if config.phases == "prefill":
         return min(1.0, config.last_in_full / length)
@@ -127,14 +133,16 @@ def in_full(routing: Routing, length: int) -> float:
 
 
 def skips_attention(routing: Routing, config: Any) -> bool:
-    """Whether the cheap path saves the attention: per token only where the family's projections are known."""
+    """Whether the cheap path saves the attention: per token only where the family's
+    projections are known."""
     target = routing.active_target()
     queries_known = routing.family.queries is not None
     return target.skips_attention and (queries_known or skips_sequences(routing, config))
 
 
 def gate_weights(routing: Routing, length: int) -> float:
-    """Weights that the gate and the exits' predictor multiply a token with, in sequences of `length`."""
+    """Weights that the gate and the exits' predictor multiply a token with,
+    in sequences of `length`."""
     name = routing.active_name()
     config = routing.active_config()
     gates = [
@@ -163,7 +171,8 @@ def branch_weights(routing: Routing, config: Any) -> float:
 
 
 def memory_weights(routing: Routing) -> float:
-    """Weights that the memory of target memory multiplies a token with, without its gate's; 0 of another target."""
+    """Weights that the memory of target memory multiplies a token with, without its gate's;
+    0 of another target."""
     if routing.active_config().branch == "memory":
         return 0.0
     return _memory_weights(routing)
@@ -177,9 +186,11 @@ def _memory_weights(routing: Routing) -> float:
 
 
 def attention_sizes(config: Any) -> tuple[float, int]:
-    """FLOPs of one query and one key (both products, all heads) in an attention layer, and values cached per token.
+    """FLOPs of one query and one key (both products, all heads) in an attention layer,
+    and values cached per token.
 
-    Falcon caches the keys of one head or those of every query head, repeated; DeepSeek a latent vector.
+    Falcon caches the keys of one head or those of every query head, repeated; DeepSeek a latent
+    vector.
     """
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):
@@ -198,7 +209,8 @@ def attention_sizes(config: Any) -> tuple[float, int]:
 
 
 def windows_of(config: Any, seen: int) -> list[int]:
-    """By layer, how many keys a query meets at most after `seen` tokens: all, or those of a sliding window."""
+    """By layer, how many keys a query meets at most after `seen` tokens: all,
+    or those of a sliding window."""
     return [
         min(seen, getattr(layer, "sliding_window", seen))
         for layer in DynamicCache(config=config).layers
@@ -223,12 +235,14 @@ def count_flops(
     """The FLOPs of one forward pass, by `PARTS`.
 
     Args:
-        model: A `PeftModel` with an active depth-routed adapter, or any base model of a known family.
+        model: A `PeftModel` with an active depth-routed adapter, or any base model of a known
+            family.
         batch: Sequences.
         length: New tokens per sequence.
         cached: Tokens per sequence already in the KV cache.
         logits: Positions per sequence that go through the LM head.
-        shares: Per routed layer, the share of rows that run full. None: the dense model, without an adapter.
+        shares: Per routed layer, the share of rows that run full. None: the dense model, without an
+            adapter.
     """
     stack = stack_of(model)
     routings = {}

@@ -37,14 +37,16 @@ from .served import read_generated, served_scores
 class DepthRouteLM(HFLM):
     """`HFLM` of a routed model: its own thresholds, or those of another budget.
 
-    Decisions about tokens are causal, so a score depends neither on the batch nor on its padding. A decision about a
-    whole sequence reads all of it, `phases="prefill"` asks for its last token, and lm-eval pads without a mask: there,
-    batches hold one sequence. With `phases="prefill"` a continuation is scored as it is served: its prompt is read
-    first, once for all continuations of it, and the continuation in full behind it. A text without a prompt, whose
-    perplexity is asked for, enters in one pass, as if all of it were a prompt.
+    Decisions about tokens are causal, so a score depends neither on the batch nor on its padding. A
+    decision about a whole sequence reads all of it, `phases="prefill"` asks for its last token, and
+    lm-eval pads without a mask: there, batches hold one sequence. With `phases="prefill"` a
+    continuation is scored as it is served: its prompt is read first, once for all continuations of
+    it, and the continuation in full behind it. A text without a prompt, whose perplexity is asked
+    for, enters in one pass, as if all of it were a prompt.
 
     Args:
-        pretrained: The base's Hub id or folder, by default the adapter's own; or a `PeftModel` that is routed.
+        pretrained: The base's Hub id or folder, by default the adapter's own; or a `PeftModel` that
+            is routed.
         adapter: Hub id or folder of the adapter; not with a `PeftModel`.
         budget: In (0, 1]; the adapter's by default.
         phases: `"all"` or `"prefill"`; the adapter's by default.
@@ -159,9 +161,11 @@ class TaskRun:
 
     Attributes:
         budget: None for the dense base, and for an adapter that follows no budget.
-        full_ratio: Share of the tokens that ran full, over layers and requests; 1 for the dense base.
-        seconds: Inside the model, for all requests; one run, after a call to warm up. What a generation decided is
-            counted outside of it. `hf-depthroute bench` measures speed as such.
+        full_ratio: Share of the tokens that ran full, over layers and requests; 1 for the dense
+            base.
+        seconds: Inside the model, for all requests; one run, after a call to warm up. What a
+            generation decided is counted outside of it. `hf-depthroute bench` measures speed as
+            such.
         results: As lm-eval returns and saves them.
         phases: What was routed; None for the dense base.
     """
@@ -205,7 +209,8 @@ def evaluate_tasks(
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise ValueError(
-            f"lm-eval has no task {unknown[0]!r}; name one of its tasks, or pass the folder of your own"
+            f"lm-eval has no task {unknown[0]!r}; name one of its tasks, or pass the folder of "
+            "your own"
         )
     variants: list[tuple[str, float | None]] = [("dense", None)]
     if config.takes_budget():
@@ -242,7 +247,8 @@ def evaluate_tasks(
 
 
 def scores(run: TaskRun) -> dict[tuple[str, str], tuple[float, float | None]]:
-    """`(task, metric) -> (value, standard error)` of everything that lm-eval reports as a number."""
+    """`(task, metric) -> (value, standard error)` of everything that lm-eval
+    reports as a number."""
     return read_scores(run.results)
 
 
@@ -260,7 +266,10 @@ def _warm_up(lm: DepthRouteLM) -> None:
 
 
 def _manager(tasks: Sequence[str], include_path: str | Path | None) -> TaskManager:
-    """lm-eval's index of tasks. Its own hundreds of files take ten seconds: they stay out where none is asked for."""
+    """lm-eval's index of tasks.
+
+    Its own hundreds of files take ten seconds: they stay out where none is asked for.
+    """
     if include_path is None:
         return TaskManager()
     own = TaskManager(include_path=str(include_path), include_defaults=False)

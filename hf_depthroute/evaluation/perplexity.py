@@ -1,6 +1,7 @@
 """Next-token loss of the dense base, of top-k routing and of threshold routing, on the same text.
 
-Where prompts alone are routed, it is the loss of the text behind them: nothing else depends on what a prompt skips.
+Where prompts alone are routed, it is the loss of the text behind them: nothing else depends on what
+a prompt skips.
 
 Shapes: B batch, T positions, V vocabulary.
 """
@@ -28,8 +29,8 @@ from .served import read_behind_prompts
 
 Batch = Mapping[str, torch.Tensor]
 BEHIND_PROMPTS = (
-    "prompts alone are routed: the first two thirds of every block are read as a prompt, and the loss is that of the "
-    "text behind it"
+    "prompts alone are routed: the first two thirds of every block are read as a prompt, and the "
+    "loss is that of the text behind it"
 )
 
 
@@ -39,15 +40,16 @@ class BudgetRow:
 
     Attributes:
         budget: The fraction of tokens that should run full; 1 for the dense base.
-        rule: `"dense"` (adapter disabled), `"topk"` (a training rule, which sees the future), `"threshold"` (the
-            inference rule) or `"fixed"` (the inference rule of an adapter that follows no budget).
+        rule: `"dense"` (adapter disabled), `"topk"` (a training rule, which sees the future),
+            `"threshold"` (the inference rule) or `"fixed"` (the inference rule of an adapter that
+            follows no budget).
         loss: Mean next-token cross-entropy, in nats per token.
         perplexity: `exp(loss)`.
         full_ratio: The fraction of real tokens that did run full, mean over routed layers.
-        gap: Threshold rows: their loss minus the top-k loss at the same budget. None in other rows, and where the
-            adapter has no top-k rule.
-        behind_prompts: Whether prompts alone are routed, the first two thirds of every row: the loss is that of the
-            text behind them, and `full_ratio` is of the prompts' tokens.
+        gap: Threshold rows: their loss minus the top-k loss at the same budget. None in other rows,
+            and where the adapter has no top-k rule.
+        behind_prompts: Whether prompts alone are routed, the first two thirds of every row: the
+            loss is that of the text behind them, and `full_ratio` is of the prompts' tokens.
     """
 
     budget: float
@@ -71,8 +73,9 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
 
     Args:
         model: A causal language model. It is evaluated in eval mode and left in the mode it was in.
-        blocks: Dicts with `input_ids` and optionally `attention_mask`, `position_ids` and `labels`, each `[B, T]`. A
-            token counts when it and the one before it are real, and its label is not -100.
+        blocks: Dicts with `input_ids` and optionally `attention_mask`, `position_ids` and `labels`,
+            each `[B, T]`. A token counts when it and the one before it are real, and its label is
+            not -100.
 
     Raises:
         ValueError: There is no token to predict, or the model has no LM head.
@@ -83,7 +86,8 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
 def _mean_loss(
     model: nn.Module, blocks: Iterable[Batch], read: Callable[[Batch], torch.Tensor], behind: bool
 ) -> float:
-    """`mean_loss` of the logits `[B, T, V]` that `read` gives, or that of the text `behind` prompts."""
+    """`mean_loss` of the logits `[B, T, V]` that `read` gives,
+    or that of the text `behind` prompts."""
     check_head(model, "a loss of text")
     device = device_of(model)
     total = torch.zeros((), dtype=torch.float64)
@@ -113,14 +117,17 @@ def evaluate_budgets(
     """Loss of the dense base, then of top-k and of threshold routing at every budget.
 
     Args:
-        model: A `PeftModel` with one active depth-routed adapter. Its budget, thresholds and mode are restored.
+        model: A `PeftModel` with one active depth-routed adapter. Its budget, thresholds and mode
+            are restored.
         batches: As for `mean_loss`; kept in memory.
-        calibration_batches: Text to calibrate every budget on. With None, the adapter's own thresholds are used.
+        calibration_batches: Text to calibrate every budget on. With None, the adapter's own
+            thresholds are used.
         budgets: Each in (0, 1].
 
     Returns:
-        One dense row, then a top-k and a threshold row for each budget; of an adapter that follows no budget (a fixed
-        threshold, a causal predictor, no gate), one more row. With `phases="prefill"`, all are `behind_prompts`.
+        One dense row, then a top-k and a threshold row for each budget; of an adapter that follows
+        no budget (a fixed threshold, a causal predictor, no gate), one more row. With
+        `phases="prefill"`, all are `behind_prompts`.
 
     Raises:
         ConfigError: A budget is out of range.

@@ -1,4 +1,5 @@
-"""Texts read as a model serves them: a generated one once more, and continuations behind their prompt.
+"""Texts read as a model serves them: a generated one once more,
+and continuations behind their prompt.
 
 Shapes: T positions, V vocabulary.
 """
@@ -22,11 +23,13 @@ Request = tuple[Any, list[int], list[int]]
 
 @torch.no_grad()
 def read_generated(model: Any, ids: torch.Tensor, prompt: int, **inputs: Any) -> Iterator[Any]:
-    """Read `ids` `[1, T]`, whose first `prompt` tokens are the prompt, in passes; yields the output of each.
+    """Read `ids` `[1, T]`, whose first `prompt` tokens are the prompt, in passes;
+    yields the output of each.
 
-    So what was decided about a generated text is seen without a part in the time it took. Decisions are those of
-    generating: the prompt is read first and alone. What follows it is read in one pass, since decisions are causal;
-    with `phases="prefill"` token by token, since the last token of every pass runs in full.
+    So what was decided about a generated text is seen without a part in the time it took. Decisions
+    are those of generating: the prompt is read first and alone. What follows it is read in one
+    pass, since decisions are causal; with `phases="prefill"` token by token, since the last token
+    of every pass runs in full.
 
     Args:
         model: A `PeftModel` in eval mode with one active depth-routed adapter.
@@ -47,14 +50,16 @@ def read_generated(model: Any, ids: torch.Tensor, prompt: int, **inputs: Any) ->
 def read_behind_prompts(
     model: Any, batch: Mapping[str, torch.Tensor]
 ) -> tuple[RouteTrace, torch.Tensor]:
-    """Read texts whose first two thirds are a prompt (`prompts_of`), as `phases="prefill"` serves them.
+    """Read texts whose first two thirds are a prompt (`prompts_of`),
+    as `phases="prefill"` serves them.
 
     Args:
         model: A `PeftModel` with one active adapter of that kind.
         batch: `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
 
     Returns:
-        The decisions, which are for full behind a prompt and at its end, and the logits `[B, T, V]`.
+        The decisions, which are for full behind a prompt and at its end, and the logits
+        `[B, T, V]`.
     """
     cheap_BT, _ = prompts_of(batch, active_routings(model)[0].active_config().last_in_full)
     with run_in_full(model, ~cheap_BT), record_routes(model) as trace:
@@ -68,14 +73,17 @@ def served_scores(
     max_length: int,
     counting: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[tuple[int, float, bool]]:
-    """The log-likelihood of every continuation, and whether it is the greedy one, with the number of its request.
+    """The log-likelihood of every continuation, and whether it is the greedy one,
+    with the number of its request.
 
-    With `phases="prefill"` that is the prompt first, then the rest in full. A prompt that several continuations follow
-    is read once. Of text that is too long, the beginning is left out, with a warning.
+    With `phases="prefill"` that is the prompt first, then the rest in full. A prompt that several
+    continuations follow is read once. Of text that is too long, the beginning is left out, with a
+    warning.
 
     Args:
         model: A causal language model in eval mode.
-        requests: As lm-eval's `_loglikelihood_tokens` gets them: a name, the prompt's ids, the continuation's.
+        requests: As lm-eval's `_loglikelihood_tokens` gets them: a name, the prompt's ids, the
+            continuation's.
         max_length: Tokens that the model reads, at most.
         counting: Called before each pass of a prompt: a context in which it is counted.
     """
@@ -87,8 +95,8 @@ def served_scores(
         numbers.setdefault(tuple(prompt[-left:]), []).append(number)
     if shortened:
         warnings.warn(
-            f"{shortened} of {len(requests)} requests are longer than the {max_length} tokens that the model reads: "
-            "their prompts lose their beginning",
+            f"{shortened} of {len(requests)} requests are longer than the {max_length} tokens that "
+            "the model reads: their prompts lose their beginning",
             stacklevel=2,
         )
     for prompt_ids, of_prompt in numbers.items():

@@ -1,7 +1,8 @@
-"""Attention for some of the queries: keys and values of every token, queries, softmax and output of the chosen ones.
+"""Attention for some of the queries: keys and values of every token, queries,
+softmax and output of the chosen ones.
 
-Legend: B batch, T positions, S keys, N chosen queries, R sequences with a chosen query, Q most chosen queries of one
-sequence, H query heads, G key-value heads, k head width, d model width.
+Legend: B batch, T positions, S keys, N chosen queries, R sequences with a chosen query, Q most
+chosen queries of one sequence, H query heads, G key-value heads, k head width, d model width.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from .kernels import attend_rows, linear_rows
 from .kernels.eligible import is_plain_linear
 
 _KERNELS = ("sdpa", "eager")  # attention implementations that take any subset of the queries
-# Chosen queries of a sequence that are run against one cut of the keys. Fewer read more keys than they use up, since
-# keys are repeated for every slice; more see keys that come after them.
+# Chosen queries of a sequence that are run against one cut of the keys. Fewer read more keys than
+# they use up, since keys are repeated for every slice; more see keys that come after them.
 _CAUSAL_SLICE = 256
 
 
 def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, Any]) -> bool:
-    """Whether `attended_rows` can stand in for a call of `attention`; otherwise it has to run for every token."""
+    """Whether `attended_rows` can stand in for a call of `attention`;
+    otherwise it has to run for every token."""
     config: Any = attention.config
     return (
         style is not None
@@ -117,7 +119,8 @@ def attended_rows(
 
 
 def write_keys_values(attention: Any, style: str | None, x: Tensor, kwargs: dict[str, Any]) -> None:
-    """Enter `x`, `[B, T, d]`, into the KV cache and nothing else; where that cannot be, the attention runs for it."""
+    """Enter `x`, `[B, T, d]`, into the KV cache and nothing else; where that cannot be,
+    the attention runs for it."""
     if style is not None and supports_subset(attention, style, kwargs):
         _keys_values(attention, STYLES[style], x, kwargs)
     else:
@@ -127,7 +130,8 @@ def write_keys_values(attention: Any, style: str | None, x: Tensor, kwargs: dict
 def attended_update(
     attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]
 ) -> Tensor:
-    """`attended_rows` by row ops: `[B, T, d]`, zeros where not `mask`; its shapes do not depend on the mask."""
+    """`attended_rows` by row ops: `[B, T, d]`, zeros where not `mask`;
+    its shapes do not depend on the mask."""
     make = STYLES[style]
     flat = mask.reshape(-1)
     keys, values, _, embeddings = _keys_values(attention, make, x, kwargs)
@@ -153,10 +157,11 @@ def attended_update(
 def _keys_values(
     attention: Any, make: Projections, x: Tensor, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-    """Keys and values of every token seen, `[B, G, S, k]` each, with those of `x` `[B, T, d]` in the cache.
+    """Keys and values of every token seen, `[B, G, S, k]` each,
+    with those of `x` `[B, T, d]` in the cache.
 
-    Behind them the query projection of `x`, None unless a fused one was called whole, and the rotary embeddings, None
-    if the attention does not rotate.
+    Behind them the query projection of `x`, None unless a fused one was called whole, and the
+    rotary embeddings, None if the attention does not rotate.
     """
     cache = cache_of(kwargs)
     embeddings = None
@@ -211,7 +216,10 @@ def _causal(
     values: Tensor,
     time_RQ: Tensor,
 ) -> Tensor:
-    """Without a mask: token `t` sees keys `0..t`. Queries are cut into slices that see no more keys than they need."""
+    """Without a mask: token `t` sees keys `0..t`.
+
+    Queries are cut into slices that see no more keys than they need.
+    """
     parts = []
     for part, time in zip(queries.split(_CAUSAL_SLICE, dim=2), time_RQ.split(_CAUSAL_SLICE, dim=1)):
         length = int(time.max()) + 1
@@ -223,7 +231,8 @@ def _causal(
 
 
 def _rotated(attention: Any, make: Projections, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys `[..., H, k]` turned by `cos`, `sin` `[..., r]`; `k - r` dimensions of a head stay."""
+    """Queries or keys `[..., H, k]` turned by `cos`, `sin` `[..., r]`;
+    `k - r` dimensions of a head stay."""
     turned = x[..., : cos.shape[-1]]
     rest = x[..., cos.shape[-1] :]
     if make.halves:

@@ -1,7 +1,8 @@
 """One call of the routed part of a layer: what there is to run, what was decided, and who runs it.
 
-A `target.Target` is where the routed part is in a layer, and what its paths compute. An `Executor` is a way to run it:
-which rows are computed, and by which operators. Their tables are `TARGETS` and `executors.EXECUTORS`.
+A `target.Target` is where the routed part is in a layer, and what its paths compute. An `Executor`
+is a way to run it: which rows are computed, and by which operators. Their tables are `TARGETS` and
+`executors.EXECUTORS`.
 
 Shapes: B batch, T positions, d model width, E experts, K experts per token.
 """
@@ -33,8 +34,9 @@ class Decision:
     Attributes:
         scores: Float32 `[B, T]`; of pairs `[B, T, K]`.
         extras: What is recorded besides, by name.
-        mask: Bool, in the shape of `scores`: what runs in full. None for pairs, as long as the base's own router has
-            not chosen them; their scores are `[B, T]` or `[B, T, E]` until then.
+        mask: Bool, in the shape of `scores`: what runs in full. None for pairs, as long as the
+            base's own router has not chosen them; their scores are `[B, T]` or `[B, T, E]` until
+            then.
         probs: Float32, `sigmoid(scores / tau)`.
     """
 
@@ -47,12 +49,14 @@ class Decision:
 def without_scores(
     routing: Routing, plan: RoutePlan, x: Tensor, mask: Tensor, probs: Tensor | None = None
 ) -> Decision:
-    """A decision that was not made on these tokens: scores and extras are NaN, and so are the probs that are not given.
+    """A decision that was not made on these tokens: scores and extras are NaN,
+    and so are the probs that are not given.
 
     Args:
         routing: The layer's adapter state.
         plan: How it routes.
-        x: `[B, T, d]`. Where extras are recorded, the gate is asked about one token, for their shapes.
+        x: `[B, T, d]`. Where extras are recorded, the gate is asked about one token, for their
+            shapes.
         mask: Bool `[B, T]`.
         probs: Float32 `[B, T]`.
     """
@@ -76,14 +80,14 @@ class RoutedCall:
         routing: Its adapter state.
         plan: How this forward pass routes.
         target: The plan's; of one that reads more than the stream, the one of this pass.
-        stream: The residual stream before the routed part, `[B, T, d]`. It may be overwritten when no gradient is
-            recorded, unless the family's layers are parallel.
+        stream: The residual stream before the routed part, `[B, T, d]`. It may be overwritten when
+            no gradient is recorded, unless the family's layers are parallel.
         normed: What the full path reads, `[B, T, d]`, where it is known already; see `norm`.
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
         kwargs: What the decoder layer was called with.
         decision: None if nothing is decided, because both paths are wanted.
-        ngrams: Int64 `[B, T, N]`, the n-grams that end at each token, over the KV cache; None if nothing is looked
-            up.
+        ngrams: Int64 `[B, T, N]`, the n-grams that end at each token, over the KV cache; None if
+            nothing is looked up.
         finishes: Whether `finish` adds what follows the routed part.
     """
 
@@ -105,7 +109,8 @@ class RoutedCall:
 
     @property
     def branch(self) -> Any:
-        """From rows of the stream to the cheap path's update, without that of a memory; None when that adds nothing."""
+        """From rows of the stream to the cheap path's update, without that of a memory;
+        None when that adds nothing."""
         return self.routing.depth_route_branch._modules.get(self.plan.adapter)
 
     @property
@@ -180,7 +185,8 @@ class RoutedCall:
         return after + recalled
 
     def recalled(self) -> Tensor | None:
-        """The memory's update for every token, `[B, T, d]` in the stream's dtype; None without a memory."""
+        """The memory's update for every token, `[B, T, d]` in the stream's dtype;
+        None without a memory."""
         if self.memory is None:
             return None
         assert self.ngrams is not None
@@ -188,7 +194,8 @@ class RoutedCall:
         return update
 
     def with_recalled(self, after: Tensor) -> Tensor:
-        """`after`, `[B, T, d]`, and at the tokens that are not chosen what the memory adds; it looks up no others.
+        """`after`, `[B, T, d]`, and at the tokens that are not chosen what the memory adds;
+        it looks up no others.
 
         `after` is written into where no gradient is recorded.
         """
@@ -243,16 +250,18 @@ class Executor(ABC):
 
     @abstractmethod
     def supports(self, call: RoutedCall) -> bool:
-        """Whether it can run this plan in this layer, on a stream of this kind, whatever is decided."""
+        """Whether it can run this plan in this layer, on a stream of this kind,
+        whatever is decided."""
 
     @abstractmethod
     def run(self, call: RoutedCall) -> Tensor:
         """The layer's output, `[B, T, d]`."""
 
     def prepare(self, layer: nn.Module, plan: RoutePlan, batch: int) -> Step | None:
-        """The layer's forward pass for one new token of each of `batch` sequences, made before any layer runs.
+        """The layer's forward pass for one new token of each of `batch` sequences,
+        made before any layer runs.
 
-        None: such tokens are a call like any other. Steps are asked for on a CPU, where nothing is recorded, replayed
-        or compiled.
+        None: such tokens are a call like any other. Steps are asked for on a CPU, where nothing is
+        recorded, replayed or compiled.
         """
         return None

@@ -1,4 +1,5 @@
-"""`ForwardContext`: what a forward pass hands to the layers of its decoder stack, besides the stream.
+"""`ForwardContext`: what a forward pass hands to the layers of its decoder stack,
+besides the stream.
 
 Shapes: B batch, T positions, d model width.
 """
@@ -14,25 +15,30 @@ from torch import Tensor, nn
 
 CONTEXT = "depth_route_context"  # the keyword that carries it to the layers
 
-# From a layer, its input `[B, 1, d]`, its keyword arguments and the context to its output; None if the general pass
-# has to run.
+# From a layer, its input `[B, 1, d]`, its keyword arguments and the context to its output; None if
+# the general pass has to run.
 Step = Callable[[nn.Module, Tensor, dict[str, Any], "ForwardContext"], Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardContext:
-    """Data of one forward pass: from the stack to its layers, and from layers to later ones. Passes never share one.
+    """Data of one forward pass: from the stack to its layers, and from layers to later ones.
+
+    Passes never share one.
 
     Attributes:
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
         last_tokens: Bool `[B, T]`, the tokens that `phases="prefill"` runs full; None without it.
         token_ids: Int64 `[B, T]`; None if no active adapter reads them.
-        starts: Bool `[B, T]`, true where a document starts after another one; None if the call does not say, and
-            without `token_ids`.
+        starts: Bool `[B, T]`, true where a document starts after another one; None if the call does
+            not say, and without `token_ids`.
         steps: The decoding steps of the layers that have one.
-        unrouted: Layers that run this decoding step as the base does, because routing it would not pay; None: no layer.
-        kept: Bool `[B, T]` by layer index: the tokens that have not left early, filled by the layers as they run.
-        made: What layers make of all this in the same way, by a key, so that the first of them makes it for all.
+        unrouted: Layers that run this decoding step as the base does, because routing it would not
+            pay; None: no layer.
+        kept: Bool `[B, T]` by layer index: the tokens that have not left early, filled by the
+            layers as they run.
+        made: What layers make of all this in the same way, by a key, so that the first of them
+            makes it for all.
     """
 
     token_mask: Tensor | None = None
@@ -45,7 +51,8 @@ class ForwardContext:
     made: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """`make()`, which the first layer that asks for `key` in this forward pass calls for all of them."""
+        """`make()`, which the first layer that asks for `key` in this forward pass calls
+        for all of them."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
@@ -73,7 +80,8 @@ class ForwardContext:
 
 
 def unpack(kwargs: dict[str, Any]) -> ForwardContext:
-    """Take the context out of a layer's keyword arguments; an empty one where the layer was called alone."""
+    """Take the context out of a layer's keyword arguments;
+    an empty one where the layer was called alone."""
     context: ForwardContext | None = kwargs.pop(CONTEXT, None)
     if context is None:
         return ForwardContext()

@@ -1,8 +1,10 @@
-"""Costs of routing on a GPU: which way `"auto"` runs a prompt's FFNs, and whether it routes a decoding step.
+"""Costs of routing on a GPU: which way `"auto"` runs a prompt's FFNs,
+and whether it routes a decoding step.
 
-Where the host launches one kernel after another, launches and waiting count, not only bytes and FLOPs. Two models of
-two numbers each say when they count for more; the numbers are of an NVIDIA H100 80GB in bfloat16. Neither model asks
-what was decided, and the second does not ask how many sequences there are: no token's result depends on the others.
+Where the host launches one kernel after another, launches and waiting count, not only bytes and
+FLOPs. Two models of two numbers each say when they count for more; the numbers are of an NVIDIA
+H100 80GB in bfloat16. Neither model asks what was decided, and the second does not ask how many
+sequences there are: no token's result depends on the others.
 """
 
 from __future__ import annotations
@@ -22,20 +24,23 @@ if TYPE_CHECKING:
     from ..routing.plan import RoutePlan
     from .call import RoutedCall
 
-# From a routed layer's eager step, 6.24 ms for four layers, less the base's, 3.33 ms (`recipes/speed/h100.json`).
+# From a routed layer's eager step, 6.24 ms for four layers, less the base's, 3.33 ms
+# (`recipes/speed/h100.json`).
 STEP_SECONDS = 7.3e-4
 BYTES_PER_SECOND = 3.0e12  # of a card that does not tell
 
 
 @dataclass(frozen=True)
 class GatherCosts:
-    """The cost and the gain of gathering an FFN's chosen rows for the base's own products, compared with row kernels.
+    """The cost and the gain of gathering an FFN's chosen rows for the base's own products,
+    compared with row kernels.
 
     Attributes:
-        wait: Seconds a layer: the host waits for the number of chosen rows, and launches more. Assumed.
-        saved: Seconds for every FLOP of the chosen rows' products. At 4,096 of 8,192 rows of Llama-3-8B's FFN the row
-            kernels take 3.05 ms, half of the dense products 2.21 ms, and moving rows 0.11 ms
-            (`recipes/speed/row_ops.json`).
+        wait: Seconds a layer: the host waits for the number of chosen rows, and launches more.
+            Assumed.
+        saved: Seconds for every FLOP of the chosen rows' products. At 4,096 of 8,192 rows of
+            Llama-3-8B's FFN the row kernels take 3.05 ms, half of the dense products 2.21 ms, and
+            moving rows 0.11 ms (`recipes/speed/row_ops.json`).
     """
 
     wait: float = 1e-4
@@ -46,7 +51,8 @@ class GatherCosts:
 
 
 def gather_costs_of(few: tuple[float, float], many: tuple[float, float]) -> GatherCosts | None:
-    """The line through two measurements; None if more rows save no more, so that the two ways were not told apart.
+    """The line through two measurements; None if more rows save no more,
+    so that the two ways were not told apart.
 
     Args:
         few: FLOPs of the chosen rows of a layer, and the seconds that gathering them saves.
@@ -61,7 +67,8 @@ def gather_costs_of(few: tuple[float, float], many: tuple[float, float]) -> Gath
 
 
 def is_launched(stream: Tensor) -> bool:
-    """Whether the host launches the kernels on `stream` one by one: on a GPU, neither compiled nor captured."""
+    """Whether the host launches the kernels on `stream` one by one: on a GPU,
+    neither compiled nor captured."""
     return (
         stream.is_cuda
         and not torch.compiler.is_compiling()
@@ -79,16 +86,19 @@ def prefers_gathering(call: RoutedCall) -> bool:
 
 
 def chosen_flops(routing: Routing, shape: Sequence[int], budget: float) -> float:
-    """FLOPs of a SwiGLU FFN's three products at the rows of a stream of `shape`, `(B, T)` first, that run in full."""
+    """FLOPs of a SwiGLU FFN's three products at the rows of a stream of `shape`, `(B, T)` first,
+    that run in full."""
     return 6.0 * shape[0] * shape[1] * budget * routing.width * routing.ffn_width
 
 
 def unrouted_steps(
     layers: Iterable[nn.Module], inputs: Tensor, kwargs: Mapping[str, Any]
 ) -> frozenset[nn.Module] | None:
-    """The layers in which routing this decoding step would take longer than it can save; None if there is none.
+    """The layers in which routing this decoding step would take longer than it can save;
+    None if there is none.
 
-    A step that goes on with a growing KV cache, on a GPU. One with a static cache may be captured, and stays routed.
+    A step that goes on with a growing KV cache, on a GPU. One with a static cache may be captured,
+    and stays routed.
 
     Args:
         layers: The decoder layers.
@@ -157,8 +167,9 @@ def _say_once(routing: Routing) -> None:
         return
     routing.state.told_of_steps = True
     warnings.warn(
-        "decoding steps run in full, prompts are routed: launched one by one, the kernels of a routed layer take about "
-        f"{STEP_SECONDS * 1e3:.2g} ms longer than the base's, more than skipping its weights can save. Steps are "
+        "decoding steps run in full, prompts are routed: launched one by one, the kernels of a "
+        f"routed layer take about {STEP_SECONDS * 1e3:.2g} ms longer than the base's, more than "
+        "skipping its weights can save. Steps are "
         'routed with generate(cache_implementation="static"), which compiles them, or after '
         "tune_execution(model, input_ids, keep_decisions=True)",
         stacklevel=2,

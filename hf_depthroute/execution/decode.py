@@ -1,9 +1,9 @@
 """Decoding steps on a CPU: one new token per sequence, without gradients.
 
-A step streams every weight through the caches, so Python and the dispatcher run cold in each layer: an operator that
-takes 3 us in a loop takes 30 us there, and a method that looks up a few attributes 80 us. What does not depend on the
-token is therefore done once for all layers before the first of them runs (`executors.decode_steps`), and a `DecodeStep`
-keeps what is left.
+A step streams every weight through the caches, so Python and the dispatcher run cold in each layer:
+an operator that takes 3 us in a loop takes 30 us there, and a method that looks up a few attributes
+80 us. What does not depend on the token is therefore done once for all layers before the first of
+them runs (`executors.decode_steps`), and a `DecodeStep` keeps what is left.
 
 Shapes: B batch, d model width.
 """
@@ -34,10 +34,11 @@ DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
 class DecodeStep:
     """A routed FFN layer's forward pass for one new token per sequence: `[B, 1, d] -> [B, 1, d]`.
 
-    It computes what `layer._run` does, with the adapter's weights in the stream's dtype and the threshold on the host.
-    A batch of one needs no mask: its score is read, and one of two calls is made. A static layer needs no score. Where
-    gate and branch join (`parts.fused`) their weights are float32, and scores and cheap updates differ by rounding.
-    It is not changed after it was made: threads that decode with one plan share it.
+    It computes what `layer._run` does, with the adapter's weights in the stream's dtype and the
+    threshold on the host. A batch of one needs no mask: its score is read, and one of two calls is
+    made. A static layer needs no score. Where gate and branch join (`parts.fused`) their weights
+    are float32, and scores and cheap updates differ by rounding. It is not changed after it was
+    made: threads that decode with one plan share it.
 
     Args:
         routing: The layer's adapter state.
@@ -103,14 +104,16 @@ class DecodeStep:
         return out.index_add_(0, (~full_B).nonzero().squeeze(-1), made.recall(ngrams[~full_B]))
 
     def _ngrams(self, context: ForwardContext, kwargs: dict[str, Any]) -> Tensor | None:
-        """The new tokens' n-grams, `[B, 1, N]`; the KV cache learns of every token, also of those that run in full."""
+        """The new tokens' n-grams, `[B, 1, N]`; the KV cache learns of every token,
+        also of those that run in full."""
         if self.weights.memory is None:
             return None
         return ngrams_of(self.layer_index, self.plan.config.ngram_order, context, kwargs)
 
 
 class AttentionStep(DecodeStep):
-    """The same for a layer whose attention or block is routed, and for one sequence: `[1, 1, d] -> [1, 1, d]`.
+    """The same for a layer whose attention or block is routed, and for one sequence:
+    `[1, 1, d] -> [1, 1, d]`.
 
     A skipped token still writes its keys and values, for later ones to see.
     """
@@ -162,10 +165,12 @@ class AttentionStep(DecodeStep):
 
 
 class SequenceStep(DecodeStep):
-    """The same for decisions about whole sequences, and for static layers without attention: nothing is scored.
+    """The same for decisions about whole sequences, and for static layers without attention:
+    nothing is scored.
 
-    The decision was made on the prompt and lies in the KV cache. Sequences that differ take the general pass, and so
-    does one that skips its attention in a cache that holds its keys and values.
+    The decision was made on the prompt and lies in the KV cache. Sequences that differ take the
+    general pass, and so does one that skips its attention in a cache that holds its keys and
+    values.
     """
 
     scores = False
@@ -205,7 +210,8 @@ class SequenceStep(DecodeStep):
 
 
 def _cheap(made: Prepared, a: Tensor, ngrams: Tensor | None, scale: Tensor | None = None) -> Tensor:
-    """The stream `[B, 1, d]` after the cheap path, the branch's update times `scale` `[1]`; `a` is overwritten."""
+    """The stream `[B, 1, d]` after the cheap path, the branch's update times `scale` `[1]`;
+    `a` is overwritten."""
     if made.branch is not None:
         update = made.branch(a)
         a = a.add_(update if scale is None else update * scale.to(update.dtype))
@@ -215,7 +221,8 @@ def _cheap(made: Prepared, a: Tensor, ngrams: Tensor | None, scale: Tensor | Non
 
 
 def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
-    """Changes whenever what an RMS norm on the CPU does; None if that is more than its weight says."""
+    """Changes whenever what an RMS norm on the CPU does;
+    None if that is more than its weight says."""
     weight = norm._parameters.get("weight")
     if (
         weight is None
@@ -235,7 +242,8 @@ def run_base(layer: Any, h: Tensor, kwargs: dict[str, Any], context: ForwardCont
 
 
 def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
-    """Whether a forward pass of `inputs` `[B, T, ...]` is a decoding step on a CPU, in plain inference."""
+    """Whether a forward pass of `inputs` `[B, T, ...]` is a decoding step on a CPU,
+    in plain inference."""
     if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS or inputs.device.type != "cpu":
         return False
     return not (

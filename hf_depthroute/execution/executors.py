@@ -1,10 +1,12 @@
 """The ways to run the routed part of a layer, one row per executor.
 
-`"auto"` takes the first row that supports a call. A row is chosen by its name in `RunSettings.executor`, or by
-`tune_execution`; a call that it does not support runs as `"auto"` says. Adding an executor is one class and one row,
-from this package or from another one; after `"masked"`, which supports every call, it is only taken by name.
+`"auto"` takes the first row that supports a call. A row is chosen by its name in
+`RunSettings.executor`, or by `tune_execution`; a call that it does not support runs as `"auto"`
+says. Adding an executor is one class and one row, from this package or from another one; after
+`"masked"`, which supports every call, it is only taken by name.
 
-Where one token per sequence is decoded on a CPU, `prepare` of the same row may make a step that stands in for `run`.
+Where one token per sequence is decoded on a CPU, `prepare` of the same row may make a step that
+stands in for `run`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from .target import target_of
 
 
 class Sequences(Executor):
-    """Whole sequences are left out of the batch: those that skip their attention write no keys and values."""
+    """Whole sequences are left out of the batch: those that skip their attention write no
+    keys and values."""
 
     def supports(self, call: RoutedCall) -> bool:
         return skips_sequences(call)
@@ -56,9 +59,11 @@ class Full(Executor):
 
 
 class Rows(Executor):
-    """Row operators, whose shapes do not depend on the mask: on CUDA, under a compiler, and where it is asked for.
+    """Row operators, whose shapes do not depend on the mask: on CUDA, under a compiler,
+    and where it is asked for.
 
-    On CUDA, eager, `"auto"` takes them where few rows run, and gathers many (`costs.prefers_gathering`).
+    On CUDA, eager, `"auto"` takes them where few rows run, and gathers many
+    (`costs.prefers_gathering`).
 
     An exported program has none of them: it is to run where this library is not installed.
     """
@@ -95,7 +100,8 @@ class Gathered(Executor):
         return call.finish(call.target.gathered(call))
 
     def prepare(self, layer: nn.Module, plan: RoutePlan, batch: int) -> DecodeStep | None:
-        """The step of the plan's target, with the adapter's weights as they are, in a form that it shares."""
+        """The step of the plan's target, with the adapter's weights as they are,
+        in a form that it shares."""
         routing = cast(Routing, layer._modules[ROUTING])
         kind = target_of(plan).decode_step
         if kind is None or not supports_decode(plan, routing.family):
@@ -142,7 +148,8 @@ EXECUTORS: dict[str, Executor] = {
 
 
 def executor_of(call: RoutedCall) -> Executor:
-    """The executor of the call: the row that its plan names, or else the first row that supports it.
+    """The executor of the call: the row that its plan names,
+    or else the first row that supports it.
 
     Raises:
         ValueError: There is no such row.
@@ -159,7 +166,8 @@ def executor_of(call: RoutedCall) -> Executor:
 
 
 def prepare(layer: nn.Module, plan: RoutePlan, batch: int) -> Step | None:
-    """A step for one new token of each of `batch` sequences: of the row that the plan names, or of the first with one.
+    """A step for one new token of each of `batch` sequences: of the row that the plan names,
+    or of the first with one.
 
     Raises:
         ValueError: There is no such row.

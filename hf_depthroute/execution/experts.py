@@ -1,4 +1,5 @@
-"""Dropped (token, expert) pairs of a mixture-of-experts block are not computed, whatever runs the experts.
+"""Dropped (token, expert) pairs of a mixture-of-experts block are not computed,
+whatever runs the experts.
 
 Legend: N tokens, K experts of a token, P pairs that are left, d model width.
 """
@@ -21,7 +22,8 @@ class Pairs:
     Attributes:
         index: Int64 `[N, K]`, the experts that the block's own router chose.
         weights: `[N, K]`, its weights.
-        factor: Float `[N, K]`, what the weights of the pairs were multiplied by; 1 or 0 at inference.
+        factor: Float `[N, K]`, what the weights of the pairs were multiplied by; 1 or 0 at
+            inference.
     """
 
     index: Tensor
@@ -38,7 +40,8 @@ def routed_pairs(
     Args:
         experts: The fused experts, called with `(x [N, d], index [N, K], weights [N, K])`.
         decide: From `index` to the mask and the factor, both `[N, K]`.
-        compact: Leave dropped pairs out (inference). Otherwise every pair is computed, its weight times the factor.
+        compact: Leave dropped pairs out (inference). Otherwise every pair is computed, its weight
+            times the factor.
 
     Yields:
         A list that holds the one `Pairs` after the call.
@@ -57,7 +60,8 @@ def routed_pairs(
         token_P, slot_P = mask.nonzero(as_tuple=True)
         if token_P.numel() == mask.numel():
             return None  # nothing is dropped: bit for bit what the base computes
-        # One row per pair: all implementations of the experts take it, and none of them computes more.
+        # One row per pair: all implementations of the experts take it, and none of them computes
+        # more.
         kept[:] = [token_P]
         return x[token_P], index[token_P, slot_P][:, None], weights[token_P, slot_P][:, None]
 

@@ -1,4 +1,5 @@
-"""Sparse execution for inference: gather the chosen rows, run the module on them, add the result back.
+"""Sparse execution for inference: gather the chosen rows, run the module on them,
+add the result back.
 
 Legend: B batch, T positions, N = B * T rows, F full rows, C cheap rows, d model width.
 """
@@ -14,8 +15,9 @@ from ..parts.branches import TensorMap
 def cpu_slice(width: int) -> int:
     """Rows of one call of a dense FFN with an intermediate of `width` on a CPU.
 
-    The intermediate then stays in the cache and in memory that the allocator has at hand: at the shape of Qwen2.5-0.5B,
-    256 rows at once take a fifth less time per row than 512. Narrower FFNs run more rows, since a call has its price.
+    The intermediate then stays in the cache and in memory that the allocator has at hand: at the
+    shape of Qwen2.5-0.5B, 256 rows at once take a fifth less time per row than 512. Narrower FFNs
+    run more rows, since a call has its price.
     """
     return max(256, 256 * 4864 // width)
 
@@ -29,14 +31,16 @@ def gathered_update(
     slice_rows: int | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """`a + full(x)` at the rows in `mask`, `a + cheap(a)` at the others; each row goes through one path only.
+    """`a + full(x)` at the rows in `mask`, `a + cheap(a)` at the others;
+    each row goes through one path only.
 
     Args:
         a: The residual stream, `[B, T, d]`. It may be overwritten when no gradient is recorded.
-        x: What the full path reads, `[B, T, d]`: the stream, or its norm where that is known already.
+        x: What the full path reads, `[B, T, d]`: the stream, or its norm where that is known
+            already.
         mask: Bool `[B, T]`.
-        full: From rows of `x` to the full path's update, `[1, F, d] -> [1, F, d]`: three dimensions, because
-            mixture-of-experts blocks take nothing else.
+        full: From rows of `x` to the full path's update, `[1, F, d] -> [1, F, d]`: three
+            dimensions, because mixture-of-experts blocks take nothing else.
         cheap: The same from rows of the stream; None when the cheap path adds nothing.
         slice_rows: At most this many rows in one call of a path; None for all at once.
         weight: Float `[B, T]`; what the full path's update is multiplied by.
@@ -78,7 +82,10 @@ def gathered_update(
 
 
 def _others(flat: Tensor, chosen: int) -> Tensor:
-    """Where `flat`, bool `[N]` and true `chosen` times, is false. On a GPU the host does not wait for it."""
+    """Where `flat`, bool `[N]` and true `chosen` times, is false.
+
+    On a GPU the host does not wait for it.
+    """
     if flat.is_cuda:
         return flat.byte().argsort(stable=True)[: len(flat) - chosen]
     return (~flat).nonzero().squeeze(-1)
@@ -98,9 +105,11 @@ def add_rows(
     slice_rows: int | None,
     weight_N: Tensor | None,
 ) -> Tensor:
-    """Add `path(source[index])`, times `weight_N[index]` `[F, 1]` if given, to `out[index]` in place, slice by slice.
+    """Add `path(source[index])`, times `weight_N[index]` `[F, 1]` if given,
+    to `out[index]` in place, slice by slice.
 
-    Where `source` is `out` itself this is safe: the rows of different slices and of the two paths are disjoint.
+    Where `source` is `out` itself this is safe: the rows of different slices and of the two paths
+    are disjoint.
     """
     for rows in index.split(slice_rows or max(1, index.numel())):
         if rows.numel():

@@ -35,11 +35,12 @@ from .target import Target, target_of
 
 
 def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`forward` of every swapped layer: run it, under gradient checkpointing if that is on, and record the decision.
+    """`forward` of every swapped layer: run it, under gradient checkpointing if that is on,
+    and record the decision.
 
-    What is recorded leaves `_run` as a return value, because a reentrant checkpoint runs it without a graph and
-    connects only the outputs. The plan is made here, so that a recomputation after the end of a `record_routes` or
-    `replay_routes` block repeats the same forward pass.
+    What is recorded leaves `_run` as a return value, because a reentrant checkpoint runs it without
+    a graph and connects only the outputs. The plan is made here, so that a recomputation after the
+    end of a `record_routes` or `replay_routes` block repeats the same forward pass.
     """
     kwargs.update(zip(layer._argument_names, args))
     routing: Routing | None = layer._modules.get(ROUTING)
@@ -54,7 +55,8 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
             return stepped
     if routing is None:
         return _outputs(layer, None, context, hidden_states, kwargs)[0]
-    # Without gradients it is no step of training: rollouts, references and metrics decide as inference does.
+    # Without gradients it is no step of training: rollouts, references and metrics decide as
+    # inference does.
     trains = layer.training and torch.is_grad_enabled()
     batch, length = hidden_states.shape[:2]
     plan = routing.plan(trains, (batch, length), context.last_tokens, context.kept)
@@ -101,7 +103,8 @@ def _run(
     hidden_states: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    """The layer's output `[B, T, d]`, then mask, scores, probs and the plan's extras when a trace is recorded."""
+    """The layer's output `[B, T, d]`, then mask, scores,
+    probs and the plan's extras when a trace is recorded."""
     if plan is None:
         return (layer._base_forward(hidden_states, **kwargs),)
     routing: Routing = layer._modules[ROUTING]
@@ -172,10 +175,12 @@ def call_on_stream(
     decides: bool = True,
     normed: Tensor | None = None,
 ) -> RoutedCall:
-    """As `routed_call`, from the stream before the routed part, `[B, T, d]`, and its norm where that is known."""
+    """As `routed_call`, from the stream before the routed part, `[B, T, d]`,
+    and its norm where that is known."""
     routing: Routing = layer._modules[ROUTING]
     reads_stream = plan.config.gate_input == "residual"
-    # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless a gate reads it.
+    # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless a gate
+    # reads it.
     if normed is None and (plan.training or not (reads_stream or plan.gate.static)):
         normed = target.norm(layer, routing.family, stream)
     decision = None

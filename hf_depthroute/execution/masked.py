@@ -1,6 +1,7 @@
 """Dense execution for training: both paths for every token, selected by the mask.
 
-Nothing is saved here. Every submodule runs on every step, so that DDP and ZeRO see the same parameters on all ranks.
+Nothing is saved here. Every submodule runs on every step, so that DDP and ZeRO see the same
+parameters on all ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ def masked_update(
         after_cheap: The stream after the cheap path, `[B, T, d]`.
         mask: Bool `[B, T]`, `m`.
         probs: Float32 `[B, T]`, `p`.
-        mix: `"hard"`: `m_st * after_full + (1 - m_st) * after_cheap` with `m_st = sg(m - p) + p`: exactly the chosen
-            path, and the gradient reaches the scores only through `p`, where it is
-            `grad_out . (after_full - after_cheap)`. `"soft"`: `p * after_full + (1 - p) * after_cheap`. `"scaled"`:
+        mix: `"hard"`: `m_st * after_full + (1 - m_st) * after_cheap` with `m_st = sg(m - p) + p`:
+            exactly the chosen path, and the gradient reaches the scores only through `p`, where it
+            is `grad_out . (after_full - after_cheap)`. `"soft"`:
+            `p * after_full + (1 - p) * after_cheap`. `"scaled"`:
             `before + p * (after_full - before)` where `m`, else `after_cheap`.
 
     Returns:

@@ -14,10 +14,11 @@ from .context import ForwardContext
 
 
 def ngrams_of(layer_index: int, order: int, context: ForwardContext, kwargs: Kwargs) -> Tensor:
-    """A layer's n-grams of a call, int64 `[B, T, N]`, with the earlier tokens of its KV cache, which then holds these.
+    """A layer's n-grams of a call, int64 `[B, T, N]`, with the earlier tokens of its KV cache,
+    which then holds these.
 
-    A layer asks once in a forward pass. Where the context's `token_mask` has padding, the cache holds the last real
-    tokens before it.
+    A layer asks once in a forward pass. Where the context's `token_mask` has padding, the cache
+    holds the last real tokens before it.
 
     Args:
         layer_index: Index of the decoder layer.

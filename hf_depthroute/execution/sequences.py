@@ -1,4 +1,5 @@
-"""Decisions about whole sequences: made on the prompt, kept with the KV cache, and carried out on the batch.
+"""Decisions about whole sequences: made on the prompt, kept with the KV cache,
+and carried out on the batch.
 
 Shapes: B batch, T positions, d model width.
 """
@@ -20,7 +21,8 @@ from .masked import scaled
 
 
 def as_decided(plan: RoutePlan, layer_index: int, kwargs: dict[str, Any]) -> RoutePlan:
-    """`plan`, but in the middle of a generation, whose prompt was decided: that decision holds at a budget of 1 too."""
+    """`plan`, but in the middle of a generation, whose prompt was decided:
+    that decision holds at a budget of 1 too."""
     full = plan.rule == "full" or plan.everything
     if (
         full
@@ -38,7 +40,8 @@ def decide_sequences(
     token_mask: Tensor | None,
     kwargs: dict[str, Any],
 ) -> Decision:
-    """One decision per sequence, on the mean over its real tokens; with a KV cache, the one made on the prompt.
+    """One decision per sequence, on the mean over its real tokens; with a KV cache,
+    the one made on the prompt.
 
     Scores and extras of a decision that is only remembered are NaN: they are not computed again.
     """
@@ -66,7 +69,8 @@ def decide_sequences(
 
 
 def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
-    """Keep the decision with the KV cache, if there is one that has none yet; see `cache.remember`."""
+    """Keep the decision with the KV cache, if there is one that has none yet;
+    see `cache.remember`."""
     cache = None
     if not call.plan.training:
         cache = cache_of(call.kwargs)
@@ -77,13 +81,16 @@ def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
 
 
 def skips_sequences(call: RoutedCall) -> bool:
-    """Whether `skip_sequences` runs the call: one decision per sequence about its attention, no mixing, no compiler.
+    """Whether `skip_sequences` runs the call: one decision per sequence about its attention,
+    no mixing, no compiler.
 
-    A cache that holds the keys and values of every sequence, a mask that cannot be indexed by them (a block mask of
-    flex attention), and outputs that are recorded of every sequence leave the call to the executors of tokens.
+    A cache that holds the keys and values of every sequence, a mask that cannot be indexed by them
+    (a block mask of flex attention), and outputs that are recorded of every sequence leave the call
+    to the executors of tokens.
 
     Raises:
-        ValueError: Such outputs are asked for in the middle of a generation that has skipped sequences.
+        ValueError: Such outputs are asked for in the middle of a generation that has skipped
+            sequences.
     """
     if (
         not call.plan.target.skips_attention
@@ -102,8 +109,9 @@ def skips_sequences(call: RoutedCall) -> bool:
     if records_attention(call.kwargs) or call.target.hides(call):
         if isinstance(held, SkippingLayer):
             raise ValueError(
-                f"layer {call.routing.layer_index}: attention weights or router logits are asked for over a KV cache "
-                "that holds no keys of skipped sequences; ask for them from the prompt on, with a new cache"
+                f"layer {call.routing.layer_index}: attention weights or router logits are asked "
+                "for over a KV cache that holds no keys of skipped sequences; ask for them from "
+                "the prompt on, with a new cache"
             )
         return False
     indexed = attended is None or isinstance(attended, Tensor)
@@ -113,7 +121,8 @@ def skips_sequences(call: RoutedCall) -> bool:
 def skip_sequences(call: RoutedCall) -> Tensor:
     """The stream after the routed part, `[B, T, d]`.
 
-    The sequences that are kept run the target in full, on their own; the others write no keys and values.
+    The sequences that are kept run the target in full, on their own; the others write no keys and
+    values.
     """
     stream = call.stream
     keep = call.mask[:, 0]
@@ -140,7 +149,8 @@ def skip_sequences(call: RoutedCall) -> Tensor:
 
 
 def whole_sequences(value: Any, rows: Tensor, batch: int) -> Any:
-    """A layer's argument for the sequences `rows`; what broadcasts over the batch stays as it is."""
+    """A layer's argument for the sequences `rows`; what broadcasts over the
+    batch stays as it is."""
     if isinstance(value, tuple):
         return tuple(whole_sequences(part, rows, batch) for part in value)
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] != batch or batch == 1:

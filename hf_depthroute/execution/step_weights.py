@@ -1,4 +1,5 @@
-"""The adapter's weights as a decoding step on a CPU needs them: in the stream's dtype, in few operators.
+"""The adapter's weights as a decoding step on a CPU needs them: in the stream's dtype,
+in few operators.
 
 Shapes: B batch, d model width.
 """
@@ -42,7 +43,8 @@ class Prepared(NamedTuple):
 
 
 class StepWeights:
-    """The adapter's weights of one layer, as its steps need them; several steps, and threads, share them.
+    """The adapter's weights of one layer, as its steps need them; several steps,
+    and threads, share them.
 
     Args:
         routing: The layer's adapter state.
@@ -84,13 +86,15 @@ class StepWeights:
         self._prepared: Prepared | None = None  # known at the first step
 
     def usable(self) -> bool:
-        """Whether the weights are plain, still those of the start, and no hook watches the adapter's modules."""
+        """Whether the weights are plain, still those of the start,
+        and no hook watches the adapter's modules."""
         if not self._plain or any(self._hooks):
             return False
         return self._version is not None and self._version == version_key(*self._weights)
 
     def prepared(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> Prepared:
-        """For a stream of `dtype` and, where `folds` is not None, the base's norm before gate and branch."""
+        """For a stream of `dtype` and, where `folds` is not None,
+        the base's norm before gate and branch."""
         held = self._prepared  # read once: another thread may put another one there
         if held is None or held.dtype is not dtype or held.folds != folds:
             held = self._prepared = self._prepare(dtype, norm, folds)

@@ -1,7 +1,8 @@
 """`Target`: where the routed part is in a decoder layer, and what its paths compute.
 
-Layers with parallel attention and FFN have nothing before the routed part: `stream` is the layer's input, and
-`finish` adds the sublayer that is not routed. Shapes: B batch, T positions, d model width.
+Layers with parallel attention and FFN have nothing before the routed part: `stream` is the layer's
+input, and `finish` adds the sublayer that is not routed. Shapes: B batch, T positions, d model
+width.
 """
 
 from __future__ import annotations
@@ -26,18 +27,23 @@ if TYPE_CHECKING:
 
 
 class Target(TargetTraits, ABC):
-    """The part of a decoder layer that is routed. One object serves all layers, unless `of_call` makes others.
+    """The part of a decoder layer that is routed.
 
-    It splits the layer's forward pass into what comes before the routed part, the part itself, and the rest:
+    One object serves all layers, unless `of_call` makes others.
+
+    It splits the layer's forward pass into what comes before the routed part, the part itself, and
+    the rest:
 
         stream = enter(h);   after = full path or cheap path;   out = finish(after)
 
-    A target has to have `norm` and `full`, and `enter` and `finish` where the layer has something before or after it.
-    The methods below them compute every token's both paths; a target that can save work says how.
+    A target has to have `norm` and `full`, and `enter` and `finish` where the layer has something
+    before or after it. The methods below them compute every token's both paths; a target that can
+    save work says how.
 
     Attributes:
-        decode_step: The step that computes one new token of it (`execution.decode`); None: the general pass does. A
-            subclass says it itself, because a step of its parent's computes what its parent does.
+        decode_step: The step that computes one new token of it (`execution.decode`); None: the
+            general pass does. A subclass says it itself, because a step of its parent's computes
+            what its parent does.
         finish_attends: Whether `finish` runs the attention, with the layer's keyword arguments.
     """
 
@@ -48,7 +54,8 @@ class Target(TargetTraits, ABC):
         super().__init_subclass__(**kwargs)
         if "decode_step" not in vars(cls):
             raise TypeError(
-                f"{cls.__name__}.decode_step is not declared: name a step of execution.decode, or None"
+                f"{cls.__name__}.decode_step is not declared: name a step of execution.decode, or "
+                "None"
             )
 
     def of_call(
@@ -102,7 +109,8 @@ class Target(TargetTraits, ABC):
         )
 
     def masked(self, call: RoutedCall) -> Tensor:
-        """The stream after the routed part, `[B, T, d]`, both paths computed; adds to the decision's `extras`."""
+        """The stream after the routed part, `[B, T, d]`, both paths computed;
+        adds to the decision's `extras`."""
         assert call.decision is not None
         after_full, after_cheap = self.both(call)
         after = self.mixed(call, after_full, after_cheap)
@@ -110,11 +118,13 @@ class Target(TargetTraits, ABC):
         return after
 
     def gathered(self, call: RoutedCall) -> Tensor:
-        """The stream after the path that was chosen for each token, `[B, T, d]`; skipped rows are not computed."""
+        """The stream after the path that was chosen for each token, `[B, T, d]`;
+        skipped rows are not computed."""
         return self.masked(call)
 
     def hides(self, call: RoutedCall) -> bool:
-        """Whether `gathered` would keep from hooks some of the outputs that they record in this forward pass."""
+        """Whether `gathered` would keep from hooks some of the outputs that they record in
+        this forward pass."""
         return False
 
     def supports_rows(self, call: RoutedCall) -> bool:
@@ -122,7 +132,8 @@ class Target(TargetTraits, ABC):
         return False
 
     def by_rows(self, call: RoutedCall) -> Tensor:
-        """As `gathered`, in row ops whose shapes do not depend on the mask; the cheap path runs for every token.
+        """As `gathered`, in row ops whose shapes do not depend on the mask;
+        the cheap path runs for every token.
 
         Raises:
             TypeError: The target has no row ops, as `supports_rows` says.

@@ -1,1 +1,4 @@
-"""Files, text and the Hub: staged writes, escaped text, bounds. Nothing here knows about routing."""
+"""Files, text and the Hub: staged writes, escaped text, bounds.
+
+Nothing here knows about routing.
+"""

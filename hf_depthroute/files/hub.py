@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from .shown import OneLine
 
-# Of users hf_..., of organisations api_org_..., and what the Hub signs: hf_oauth_eyJ... and hf_jwt_eyJ..., with dots.
+# Of users hf_..., of organisations api_org_..., and what the Hub signs: hf_oauth_eyJ... and
+# hf_jwt_eyJ..., with dots.
 _TOKEN = re.compile(
     r"(?:(?<=hf_oauth_)|(?<=hf_jwt_))[\w.-]{16,}|(?:(?<=hf_)|(?<=api_org_))[A-Za-z0-9]{16,}",
     re.ASCII,
@@ -22,19 +23,24 @@ _DATASET = re.compile(
 
 
 class HubError(OneLine, RuntimeError):
-    """A model, adapter or dataset is neither a local path nor available on the Hub. The message is one line."""
+    """A model, adapter or dataset is neither a local path nor available on the Hub.
+
+    The message is one line.
+    """
 
 
 def explain(error: BaseException, what: str | None = None, access: str = "read") -> HubError | None:
     """A `HubError` that says what to do, or None when `error` has nothing to do with the Hub.
 
-    transformers, peft and datasets each wrap the Hub client's exceptions in their own, with messages that blame
-    something else ("Can't find adapter_config.json"); the chain of causes still holds the original. Messages are
-    written here and never copied from it, so no header, and no token, can get into them.
+    transformers, peft and datasets each wrap the Hub client's exceptions in their own, with
+    messages that blame something else ("Can't find adapter_config.json"); the chain of causes still
+    holds the original. Messages are written here and never copied from it, so no header, and no
+    token, can get into them.
 
     Args:
         error: Any exception of these libraries.
-        what: The thing asked for, such as `"model me/tiny"`. By default the dataset that the error is about, if any.
+        what: The thing asked for, such as `"model me/tiny"`. By default the dataset that the error
+            is about, if any.
         access: `"read"`, or `"write"` for what is sent to the Hub.
     """
     said = next(
@@ -46,7 +52,8 @@ def explain(error: BaseException, what: str | None = None, access: str = "read")
 
 
 def _dataset_in(error: BaseException) -> str | None:
-    """`"dataset me/texts"`, where the package `datasets` said so: lm-eval's tasks download what no option names."""
+    """`"dataset me/texts"`, where the package `datasets` said so:
+    lm-eval's tasks download what no option names."""
     found = next(filter(None, (_DATASET.match(str(cause)) for cause in causes(error))), None)
     if found is None:
         return None
@@ -74,7 +81,8 @@ def _said(cause: BaseException, access: str) -> str | None:
             return "neither a local path nor on the Hub (404); check the spelling"
         if not isinstance(cause, errors.RemoteEntryNotFoundError):
             return f"the Hub answered with HTTP status {status}; try again later"
-    # The HTTP client's own error, which `huggingface_hub` passes on where it has no cache to look in.
+    # The HTTP client's own error, which `huggingface_hub` passes on where it has no cache to look
+    # in.
     if any(base.__name__ == "TransportError" for base in type(cause).__mro__):
         if access == "write":
             remedy = ""
@@ -88,7 +96,8 @@ def _said(cause: BaseException, access: str) -> str | None:
 
 @contextmanager
 def explained(what: str, access: str = "read") -> Iterator[None]:
-    """Whatever the Hub's client raises inside the block, as a `HubError` about `what`; the arguments of `explain`."""
+    """Whatever the Hub's client raises inside the block, as a `HubError` about `what`;
+    the arguments of `explain`."""
     try:
         yield
     except Exception as error:
@@ -131,6 +140,9 @@ def _refused(access: str, status: int) -> str:
     if get_token() is None and access == "write":
         return "the Hub takes nothing without a token; run `hf auth login` or set HF_TOKEN"
     if get_token() is None:
-        return "the Hub refused access (no token): it is private or does not exist; run `hf auth login` or set HF_TOKEN"
+        return (
+            "the Hub refused access (no token): it is private or does not exist; run `hf auth "
+            "login` or set HF_TOKEN"
+        )
     remedy = f"check that it is valid and may {access} this repository, or run `hf auth login`"
     return f"the Hub refused the token ({status}); {remedy}"

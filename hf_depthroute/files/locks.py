@@ -1,7 +1,8 @@
 """A lock that the system frees when its process ends, however it ends.
 
-`filelock` locks a file of its own, which would stay in the folder that is locked; a file system that refuses to lock
-makes it fall back on the file's being there, and then a killed process holds the lock for good.
+`filelock` locks a file of its own, which would stay in the folder that is locked; a file system
+that refuses to lock makes it fall back on the file's being there, and then a killed process holds
+the lock for good.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ except ImportError:  # Windows
 def locked(
     path: Path, busy: Exception, patience: float = 0.0, shared: bool = False
 ) -> Iterator[None]:
-    """Hold the lock of `path` inside the block. On Windows, or a file system without locks, there is none.
+    """Hold the lock of `path` inside the block.
+
+    On Windows, or a file system without locks, there is none.
 
     Args:
         path: A folder, which is locked itself; or a file, made if need be.

@@ -1,7 +1,8 @@
 """Whether a base model's own Python files may run: no, unless the caller says so.
 
-A repository can bring classes of its own (`auto_map` in its configuration or its tokenizer's). transformers asks on a
-terminal whether to run them when it is told neither yes nor no, so it is always told.
+A repository can bring classes of its own (`auto_map` in its configuration or its tokenizer's).
+transformers asks on a terminal whether to run them when it is told neither yes nor no, so it is
+always told.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def trusts_remote_code() -> bool:
 
 
 def code_repositories(model: str) -> list[str]:
-    """The repositories whose code `model` asks for, itself first: it reads configurations and runs nothing.
+    """The repositories whose code `model` asks for, itself first:
+    it reads configurations and runs nothing.
 
     Args:
         model: Folder or Hub id of a model.
@@ -52,14 +54,18 @@ def code_repositories(model: str) -> list[str]:
 
 
 def refused_code(error: BaseException, model: str) -> str | None:
-    """The message if transformers refused to load `model` without its remote code; None for any other error."""
+    """The message if transformers refused to load `model` without its remote code;
+    None for any other error."""
     if not any(
         isinstance(cause, ValueError) and "trust_remote_code=True" in str(cause)
         for cause in causes(error)
     ):
         return None
     names = ", ".join(code_repositories(model))
-    return f"asks for code of its own, from {names}, which is not run unasked; read it, then pass --trust-remote-code"
+    return (
+        f"asks for code of its own, from {names}, which is not run unasked; read it, then pass "
+        "--trust-remote-code"
+    )
 
 
 def _references(value: Any) -> list[str]:

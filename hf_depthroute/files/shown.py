@@ -1,8 +1,9 @@
 """Strings of strangers, as a terminal, a log or a message may show them.
 
-A name in a file may hold what a terminal acts on: escape sequences that clear or colour, a carriage return, another
-line, characters that turn the direction of text. Shown here, each of them is its Python escape, and nothing else.
-Whatever this library prints goes through `say` or `say_block`; the messages of its exceptions are `OneLine`.
+A name in a file may hold what a terminal acts on: escape sequences that clear or colour, a carriage
+return, another line, characters that turn the direction of text. Shown here, each of them is its
+Python escape, and nothing else. Whatever this library prints goes through `say` or `say_block`; the
+messages of its exceptions are `OneLine`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import re
 import sys
 from typing import TextIO
 
-# Controls (C0, delete, C1), surrogates, line and paragraph separators, and what turns the direction of text.
+# Controls (C0, delete, C1), surrogates, line and paragraph separators, and what turns the direction
+# of text.
 _ACTS = re.compile(
     "[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
@@ -19,7 +21,8 @@ _ACTS_IN_BLOCK = re.compile(_ACTS.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x
 
 
 def shown(text: object) -> str:
-    """`text` on one line; every character that a terminal would act on is its escape, such as `\\x1b` or `\\u202e`."""
+    """`text` on one line; every character that a terminal would act on is its escape,
+    such as `\\x1b` or `\\u202e`."""
     return _ACTS.sub(_escape, str(text))
 
 
@@ -55,5 +58,6 @@ def say_block(text: str, file: TextIO | None = None, end: str = "\n") -> None:
 
 
 def say_content(text: str, end: str = "\n") -> None:
-    """Print what a model or a user wrote, on stdout: to a file or a pipe as it is, to a terminal as `shown_block`."""
+    """Print what a model or a user wrote, on stdout: to a file or a pipe as it is,
+    to a terminal as `shown_block`."""
     print(shown_block(text) if sys.stdout.isatty() else text, end=end, flush=True)

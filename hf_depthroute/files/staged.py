@@ -1,7 +1,8 @@
-"""Writing files whole: a reader, a full disk and a killed process find the old file or the new one, never half of one.
+"""Writing files whole: a reader, a full disk and a killed process find the old file or the new one,
+never half of one.
 
-A file is written next to its place, put on the disk, and renamed. A killed process's leftover has a name that
-starts with a dot and says "partial"; the next writer of the same file removes it.
+A file is written next to its place, put on the disk, and renamed. A killed process's leftover has a
+name that starts with a dot and says "partial"; the next writer of the same file removes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""YAML files that hold one mapping, read strictly: what a parser would silently change is refused."""
+"""YAML files that hold one mapping, read strictly: what a parser would silently
+change is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def read_mapping(path: Path, key_name: Callable[[str], str] = str) -> dict[Any, 
         key_name: Two keys of the same name are the same key.
 
     Raises:
-        YamlError: The file cannot be read, is larger than 1 MiB, or holds what `parse_mapping` refuses.
+        YamlError: The file cannot be read, is larger than 1 MiB, or holds what `parse_mapping`
+            refuses.
     """
     try:
         with path.open("rb") as file:
@@ -43,7 +45,8 @@ def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) ->
 
     Raises:
         YamlError: It is no YAML, holds anything but a mapping, repeats a key, of which parsers
-            silently keep the last, has an alias or a merge key, which can explode, or nests too deep.
+            silently keep the last, has an alias or a merge key, which can explode, or nests too
+            deep.
     """
     import yaml
 
@@ -71,7 +74,8 @@ def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) ->
         # No option takes it, and Python may refuse to print it.
         if not -(1 << 63) <= value < 1 << 63:
             raise YamlError(
-                f"{name}: line {node.start_mark.line + 1}: {node.value[:20]}... is too large a number"
+                f"{name}: line {node.start_mark.line + 1}: {node.value[:20]}... is too large a "
+                "number"
             )
         return value
 

@@ -1,8 +1,9 @@
-"""Reading a file of a folder that a stranger made: a regular file, of a bounded size, that is really in the folder.
+"""Reading a file of a folder that a stranger made: a regular file, of a bounded size,
+that is really in the folder.
 
-A link may point to anything that its reader may read: a README that links to a secret would be shown in a card and sent
-to the Hub. Links that stay in the folder are followed, and so are those of the Hub's cache, whose snapshots consist of
-links to its blobs.
+A link may point to anything that its reader may read: a README that links to a secret would be
+shown in a card and sent to the Hub. Links that stay in the folder are followed, and so are those of
+the Hub's cache, whose snapshots consist of links to its blobs.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ def read_file(path: Path, limit: int, folder: Path | None = None) -> bytes:
 
     Raises:
         FileNotFoundError: There is no such file.
-        RefusedFileError: It cannot be read, is no regular file, is larger than `limit`, or links out of `folder`.
+        RefusedFileError: It cannot be read, is no regular file, is larger than `limit`, or links
+            out of `folder`.
     """
     if folder is None:
         place = path
     else:
         place = place_of(path, folder)
     try:
-        # Do not wait for a writer to a pipe. What was looked at is not exchanged for a link meanwhile.
+        # Do not wait for a writer to a pipe. What was looked at is not exchanged for a link
+        # meanwhile.
         flags = (
             os.O_RDONLY
             | getattr(os, "O_NONBLOCK", 0)

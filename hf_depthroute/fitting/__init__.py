@@ -1,1 +1,2 @@
-"""Routers without training: branches by least squares, gates by regression, prompts by what they cost."""
+"""Routers without training: branches by least squares, gates by regression,
+prompts by what they cost."""

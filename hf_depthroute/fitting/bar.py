@@ -12,13 +12,15 @@ from ..base.contexts import of_this_thread
 
 
 class FitBar:
-    """A bar that moves with every layer that a text has gone through, whatever it goes through it for.
+    """A bar that moves with every layer that a text has gone through,
+    whatever it goes through it for.
 
     Args:
         layers: The decoder layers.
         passes: Positions that go through all layers, in all phases together.
         text: Positions that `layer_done` stands for.
-        shown: Whether it is drawn; None: where the output is a terminal and transformers' bars are on.
+        shown: Whether it is drawn; None: where the output is a terminal and transformers' bars are
+            on.
     """
 
     def __init__(self, layers: nn.ModuleList, passes: int, text: int, shown: bool | None) -> None:

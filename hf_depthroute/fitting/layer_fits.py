@@ -1,4 +1,5 @@
-"""Per-layer fits of `fit_router`: the branch by least squares, the gate by regression on the branch's error.
+"""Per-layer fits of `fit_router`: the branch by least squares,
+the gate by regression on the branch's error.
 
 Shapes: B batch, T positions, N real tokens, R rows, V vocabulary, d model width.
 """
@@ -35,16 +36,16 @@ class LayerFit:
     """The fit of one layer, on the calibration text.
 
     Attributes:
-        share: The share of the tokens that runs in full with the final thresholds; 0 in a static layer, 1 in one that
-            is not routed.
-        branch_r2: `1 - |update - branch|^2 / |update|^2`, over the tokens that take the branch, errors relative to the
-            stream behind the full path.
-        gate_r2: The share of the variance of the scores, over all tokens but the sinks, that the gate predicts; a
-            prediction beyond their range counts as its end.
-        nats: The divergence from the base that its cheap tokens alone cause, nats per token, told from gradients, with
-            the threshold of the last round.
-        sinks: Tokens of the text that are attention sinks behind this layer (`norms_and_sinks`). They run in full, and
-            nothing is fitted to them.
+        share: The share of the tokens that runs in full with the final thresholds; 0 in a static
+            layer, 1 in one that is not routed.
+        branch_r2: `1 - |update - branch|^2 / |update|^2`, over the tokens that take the branch,
+            errors relative to the stream behind the full path.
+        gate_r2: The share of the variance of the scores, over all tokens but the sinks, that the
+            gate predicts; a prediction beyond their range counts as its end.
+        nats: The divergence from the base that its cheap tokens alone cause, nats per token, told
+            from gradients, with the threshold of the last round.
+        sinks: Tokens of the text that are attention sinks behind this layer (`norms_and_sinks`).
+            They run in full, and nothing is fitted to them.
     """
 
     share: float
@@ -81,7 +82,8 @@ class Fits:
         self._predicted: dict[int, torch.Tensor] = {}  # scores `[N]`, of the rows of all processes
 
     def round(self, first: bool) -> None:
-        """Fit every layer, the first time on the stream of the base, then on that of the routed model."""
+        """Fit every layer, the first time on the stream of the base,
+        then on that of the routed model."""
 
         def visit(index: int, calls: list[RoutedCall]) -> list[torch.Tensor]:
             rows = _Rows(calls[: self._fitted], self.walk.real[: self._fitted])
@@ -117,14 +119,16 @@ class Fits:
         return torch.cat(list(self._predicted.values()))
 
     def calibrate(self, text: Batches) -> None:
-        """The one threshold that holds the budget on the stream that is left by that of the text fitted on."""
+        """The one threshold that holds the budget on the stream that is left by that of
+        the text fitted on."""
         set_thresholds(self.model, text)
         routing = next(iter(self.routings.values()))
         self.threshold = float(routing.active_quantiles()(self.config.budget))
         self.next_threshold = self._middle + self.threshold / self._factor
 
     def _fit_layer(self, index: int, rows: _Rows, cheap_N: torch.Tensor | None) -> None:
-        """Branch, then gate; without a decision yet, the cheaper half by a linear prediction stands in for it."""
+        """Branch, then gate; without a decision yet, the cheaper half by a linear prediction
+        stands in for it."""
         found = self.layers[index]
         gate = self._gate(index)
         if cheap_N is None:
@@ -161,10 +165,12 @@ class Fits:
         _rescale(gate, float(spread), -float(mean / spread))
 
     def _scale_layer(self, index: int, rows: _Rows, threshold: float | None) -> None:
-        """Scale a layer's scores to what its cheap tokens cost on held-out text, told by the text's own gradients.
+        """Scale a layer's scores to what its cheap tokens cost on held-out text,
+        told by the text's own gradients.
 
-        The metric knows neither what a token's gradient has to do with its error nor what the errors of several tokens
-        do together, and the branch was fitted to the errors that the gate was: this measures all of it.
+        The metric knows neither what a token's gradient has to do with its error nor what the
+        errors of several tokens do together, and the branch was fitted to the errors that the gate
+        was: this measures all of it.
         """
         scores_N = self._scores(index, rows)
         nothing = rows.update.new_zeros(())
@@ -196,7 +202,8 @@ class Fits:
             _rescale(self._gate(index), min(_MOST, max(1 / _MOST, found / predicted)) ** 0.25, 0.0)
 
     def _fit_cheap_path(self, index: int, rows: _Rows, chosen_N: torch.Tensor) -> torch.Tensor:
-        """Fit branch and memory on the tokens in `chosen_N`; what they miss of each token's update, `[N, d]`."""
+        """Fit branch and memory on the tokens in `chosen_N`;
+        what they miss of each token's update, `[N, d]`."""
         routing = self.routings[index]
         branch = routing.depth_route_branch[routing.active_name()]
         memory: Any = routing.depth_route_memory._modules.get(routing.active_name())
@@ -216,7 +223,8 @@ class Fits:
 
 
 class _Rows:
-    """The real tokens of a layer: what its gate and its branch read, and the update, float32 `[N, d]` each.
+    """The real tokens of a layer: what its gate and its branch read, and the update,
+    float32 `[N, d]` each.
 
     `norms` and `sinks` are those of the stream behind the full path.
     """
@@ -268,8 +276,8 @@ class _Rows:
 def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor, metric_dd: torch.Tensor) -> None:
     """Fit the branch on the tokens in `chosen_N`, on all but the sinks where those are few.
 
-    Neurons are chosen by what they cost. A low-rank branch misses too much for the metric, which is that of a small
-    change: with it, a fit of all tokens of SmolLM2 loses no less.
+    Neurons are chosen by what they cost. A low-rank branch misses too much for the metric, which is
+    that of a small change: with it, a fit of all tokens of SmolLM2 loses no less.
     """
     if sum(each_of_all(int(chosen_N.sum()))) < max(FEWEST, 2 * branch.down.in_features):
         chosen_N = ~rows.sinks

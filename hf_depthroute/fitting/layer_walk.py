@@ -1,7 +1,7 @@
 """The decoder layers of a model one by one, on the hidden states that the layers before them left.
 
-Whatever the number of layers, a walk costs one forward pass of the text, and holds the hidden states between two
-layers, not those of all.
+Whatever the number of layers, a walk costs one forward pass of the text, and holds the hidden
+states between two layers, not those of all.
 
 Shapes: B batch, T positions, d model width.
 """
@@ -31,7 +31,8 @@ from ..routing.trace import full_depth
 
 
 class LayerWalk:
-    """The arguments of every decoder layer on a text; made by a forward pass in which only the first layer computes.
+    """The arguments of every decoder layer on a text;
+    made by a forward pass in which only the first layer computes.
 
     Args:
         model: A depth-routed model.
@@ -83,7 +84,8 @@ class LayerWalk:
         return hidden_of(self.layers[index](h, **self._given[batch][index]))
 
     def call(self, index: int, batch: int, h: torch.Tensor, plan: RoutePlan) -> RoutedCall:
-        """The routed part of layer `index` on its input `h` `[B, T, d]`, not decided and not run."""
+        """The routed part of layer `index` on its input `h` `[B, T, d]`,
+        not decided and not run."""
         routing = self.routing(index)
         assert routing is not None
         device = device_of(routing, self.layers[index])
@@ -95,7 +97,8 @@ class LayerWalk:
 
 @contextmanager
 def _passed_through(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the block every layer but the first gives back its input, in the form of the first one's output."""
+    """Inside the block every layer but the first gives back its input,
+    in the form of the first one's output."""
     outputs: list[Any] = []
 
     def note(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -126,7 +129,8 @@ Visit = Callable[[int, list[RoutedCall]], list[torch.Tensor]]
 
 @torch.no_grad()
 def walk_layers(walk: LayerWalk, visit: Visit) -> None:
-    """Call `visit(index, calls)` of every routed layer in order; it returns the layer's output for each batch.
+    """Call `visit(index, calls)` of every routed layer in order;
+    it returns the layer's output for each batch.
 
     Args:
         walk: The text.

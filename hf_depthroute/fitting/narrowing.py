@@ -84,7 +84,8 @@ def restore(model: nn.Module, state: Mapping[int, dict[str, Any]]) -> None:
 def narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()) -> PeftModel:
     """The model with the layers in `dense` not routed and those in `static` without gates.
 
-    The others hold what they held, and the budget that is left; where no other is left, the model stays as it is.
+    The others hold what they held, and the budget that is left; where no other is left, the model
+    stays as it is.
     """
     config = copy.deepcopy(active_routings(model)[0].active_config())
     layers = cast("list[int]", config.layers)

@@ -1,6 +1,7 @@
 """The time that an option saves, measured in the layers that may have it.
 
-FLOPs say little about the time of attention and of narrow products, and how much less depends on the machine.
+FLOPs say little about the time of attention and of narrow products, and how much less depends on
+the machine.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def in_time(
 ) -> dict[int, dict[Option, StaticFit]]:
     """`found` with what every option saves as a share of the time of a prompt.
 
-    Options are timed one by one; what those that save `wanted` by that save together is timed, too, and sets the scale
-    of all: 0 where they save nothing. On a machine that is too busy to tell, nothing is scaled.
+    Options are timed one by one; what those that save `wanted` by that save together is timed, too,
+    and sets the scale of all: 0 where they save nothing. On a machine that is too busy to tell,
+    nothing is scaled.
 
     Args:
         base: As of `time_savings`, as are `found`, `ids` and `tail`.
@@ -76,11 +78,13 @@ def in_time(
 def time_savings(
     base: nn.Module, found: Mapping[int, Mapping[Option, StaticFit]], ids: torch.Tensor, tail: int
 ) -> dict[Option, float]:
-    """The share of the time of a prompt that each option leaves out in one layer; below 0 where it takes longer.
+    """The share of the time of a prompt that each option leaves out in one layer;
+    below 0 where it takes longer.
 
-    In every pass each layer has another of its options, or none, so that all of them are timed at the same speed of the
-    machine. An option's saving is the share that it takes off a layer's own time, times the typical layer's share of an
-    unchanged pass. Warns where the same work took a quarter longer at one time than at another.
+    In every pass each layer has another of its options, or none, so that all of them are timed at
+    the same speed of the machine. An option's saving is the share that it takes off a layer's own
+    time, times the typical layer's share of an unchanged pass. Warns where the same work took a
+    quarter longer at one time than at another.
 
     Args:
         base: The model, not routed; it is given back as it was.
@@ -108,8 +112,8 @@ def time_savings(
     )
     if uneven > _BUSY:
         warnings.warn(
-            f"fit_router: the same work took {uneven:.1f} times as long at one time as at another: with something else "
-            "on the machine, keep_of='time' may choose badly",
+            f"fit_router: the same work took {uneven:.1f} times as long at one time as at another: "
+            "with something else on the machine, keep_of='time' may choose badly",
             FitWarning,
             stacklevel=2,
         )
@@ -123,7 +127,8 @@ def time_savings(
 def time_left(
     base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, tail: int
 ) -> float | None:
-    """The share of the time of a prompt that is left with these options together, by the fastest passes.
+    """The share of the time of a prompt that is left with these options together,
+    by the fastest passes.
 
     It is None if the same work took a quarter longer at one time than at another.
 
@@ -157,8 +162,9 @@ def _times_of_options(
 ) -> tuple[dict[Option | None, float], list[float]]:
     """The time of a layer with each option over its own, and of each pass over the first one.
 
-    Least squares of the logarithm, which is a sum of the layer's, of the option's and of the pass's: in every pass the
-    machine may be as fast as it is just then. Layers that have no options tell the pass's speed, too.
+    Least squares of the logarithm, which is a sum of the layer's, of the option's and of the
+    pass's: in every pass the machine may be as fast as it is just then. Layers that have no options
+    tell the pass's speed, too.
     """
     rows = [
         (i, taken.get(i), number) for number, (taken, seconds) in enumerate(passes) for i in seconds
@@ -183,7 +189,8 @@ def _times_of_options(
 
 
 def _rounds(found: Mapping[int, Mapping[Option, StaticFit]]) -> int:
-    """Enough for every layer to have all of its options, and for every option to have been timed often enough."""
+    """Enough for every layer to have all of its options,
+    and for every option to have been timed often enough."""
     turns = max(len(options) for options in found.values()) + 1
     return turns * max(1, -(-_SAMPLES // len(found)))
 

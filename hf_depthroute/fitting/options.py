@@ -1,4 +1,5 @@
-"""Parts of a prompt to leave out: the options of every layer, fitted and priced, and the cheapest set of them.
+"""Parts of a prompt to leave out: the options of every layer, fitted and priced,
+and the cheapest set of them.
 
 Shapes: B batch, T positions, N tokens, d model width.
 """
@@ -48,10 +49,12 @@ class StaticFit:
     """Result for one layer and one option.
 
     Attributes:
-        nats: What it costs the text behind the prompt, nats per token, as it is predicted from gradients.
-        saved: The share of the FLOPs of a prompt that it leaves out, or of its time (`option_times.in_time`).
-        branch_r2: `1 - |update - branch|^2 / |update|^2` on the text fitted on, sinks left out, errors relative to the
-            stream behind the full path.
+        nats: What it costs the text behind the prompt, nats per token, as it is predicted from
+            gradients.
+        saved: The share of the FLOPs of a prompt that it leaves out, or of its time
+            (`option_times.in_time`).
+        branch_r2: `1 - |update - branch|^2 / |update|^2` on the text fitted on, sinks left out,
+            errors relative to the stream behind the full path.
     """
 
     nats: float
@@ -65,8 +68,8 @@ class Search:
     Attributes:
         found: By layer index and option.
         branches: The fitted branches, the same way.
-        metrics: `stream_metrics` of each layer, for what a change in a prompt costs the text behind it; None if that
-            is nothing.
+        metrics: `stream_metrics` of each layer, for what a change in a prompt costs the text behind
+            it; None if that is nothing.
     """
 
     def __init__(
@@ -140,7 +143,8 @@ class Search:
         return outputs
 
     def _path(self, routing: Routing, target: str, batch: int, h: torch.Tensor, paths: Any) -> Any:
-        """The routed part, and the stream behind its full path; layers that run one after the other compute it once."""
+        """The routed part, and the stream behind its full path;
+        layers that run one after the other compute it once."""
         plan = routing.plan(False)
         assert plan is not None
         traits = TARGETS[target]
@@ -164,10 +168,11 @@ class Search:
         paths: list[tuple[RoutedCall, torch.Tensor]],
         outputs: list[torch.Tensor],
     ) -> float:
-        """Half of two estimates: with what the tokens of a row do together, and with what each does alone.
+        """Half of two estimates: with what the tokens of a row do together,
+        and with what each does alone.
 
-        The first is right on average, and noisy: `_DRAWS` samples for each row. The second misses what errors do
-        together, and takes its scale from all of them.
+        The first is right on average, and noisy: `_DRAWS` samples for each row. The second misses
+        what errors do together, and takes its scale from all of them.
         """
         together = torch.zeros((), dtype=torch.float64)
         alone = torch.zeros((), dtype=torch.float64)
@@ -187,7 +192,8 @@ class Search:
 
 @dataclass
 class Rows:
-    """Rows that a branch is fitted to: the output of its norm and the update `[N, d]`, the size of the stream `[N]`."""
+    """Rows that a branch is fitted to: the output of its norm and the update `[N, d]`,
+    the size of the stream `[N]`."""
 
     x_Nd: torch.Tensor
     y_Nd: torch.Tensor
@@ -219,12 +225,14 @@ def fit_on(branch: Any, rows: Rows, metric_dd: torch.Tensor | None) -> float:
 
 
 def real_rows(streams: list[torch.Tensor], walk: LayerWalk) -> torch.Tensor:
-    """The real tokens of the streams `[B, T, d]` of each batch, `[N, d]`: padding may be of any size."""
+    """The real tokens of the streams `[B, T, d]` of each batch, `[N, d]`:
+    padding may be of any size."""
     return torch.cat([h[real.to(h.device)] for h, real in zip(streams, walk.real, strict=True)])
 
 
 def options_of(routing: Routing) -> list[Option]:
-    """Options of a layer: FFN, attention or both, by low-rank branches and by parts of the FFN's neurons."""
+    """Options of a layer: FFN, attention or both, by low-rank branches and by parts of
+    the FFN's neurons."""
     ffn = routing.ffn
     width = routing.width
     low = max(1, width // 8)
@@ -241,7 +249,8 @@ def options_of(routing: Routing) -> list[Option]:
 
 
 def config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRouteConfig:
-    """The adapter with these options; its target and branch are those of most layers, the others are patterns."""
+    """The adapter with these options; its target and branch are those of most layers,
+    the others are patterns."""
     (main, _), *_ = Counter(chosen.values()).most_common()
     others = {index: option for index, option in chosen.items() if option != main}
     return DepthRouteConfig(
@@ -263,10 +272,11 @@ def config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRou
 
 
 def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> dict[int, Option]:
-    """The option of each layer, or none, that together save `wanted` at the least predicted cost; `{}` if none do.
+    """The option of each layer, or none, that together save `wanted` at the least predicted cost;
+    `{}` if none do.
 
-    A knapsack, by Lagrange's multiplier: every layer takes what is best at one price for what is saved. Of the sets
-    that any price gives, it is the cheapest one that saves enough.
+    A knapsack, by Lagrange's multiplier: every layer takes what is best at one price for what is
+    saved. Of the sets that any price gives, it is the cheapest one that saves enough.
     """
 
     def at(price: float) -> dict[int, Option]:
@@ -301,7 +311,8 @@ def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> di
 
 
 def _savings(model: PeftModel, length: int, tail: int) -> Any:
-    """A function of a layer's routing and an option: the share of the FLOPs of a prompt that the option leaves out."""
+    """A function of a layer's routing and an option: the share of the FLOPs of a prompt that the
+    option leaves out."""
     in_full = min(1.0, tail / length)
     full = dict.fromkeys((routing.layer_index for routing in active_routings(model)), 1.0)
     dense = sum(count_flops(model, batch=1, length=length, shares=full).values())

@@ -1,8 +1,9 @@
 """Cheaper prompts: static layers, chosen and fitted by their cost to the text behind a prompt.
 
-A token of a prompt matters to the text behind it through its keys and values alone. So a layer of a prompt is priced on
-that text: for every layer, each way to leave out a part of it is fitted by least squares, and its cost in nats is read
-from gradients (`sensitivity`). The cheapest set that saves enough is then a knapsack.
+A token of a prompt matters to the text behind it through its keys and values alone. So a layer of a
+prompt is priced on that text: for every layer, each way to leave out a part of it is fitted by
+least squares, and its cost in nats is read from gradients (`sensitivity`). The cheapest set that
+saves enough is then a knapsack.
 
 Shapes: B batch, T positions, N tokens, d model width.
 """
@@ -58,39 +59,46 @@ def fit_prompts(
     length: int | None = None,
     progress: bool | None = None,
 ) -> PeftModel:
-    """Make a model read prompts with the share `keep` of the FLOPs, or of the time, without training.
+    """Make a model read prompts with the share `keep` of the FLOPs, or of the time,
+    without training.
 
         model = fit_prompts(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.8)
 
-    The adapter has `phases="prefill"`. Every layer may do without its FFN, its attention's queries, or both; keys and
-    values are always written. In their place is a low-rank branch or some of the FFN's own neurons, fitted by least
-    squares. All tokens of a prompt take it but attention sinks and the last 64 (`prompt_tail`), which the text behind
-    reads most; what is generated runs in full. Which layers do so, and how, is found on the text: two thirds of each
-    row are a prompt, and the rest is the text whose loss counts. The last layer of a prompt is free, since nothing
+    The adapter has `phases="prefill"`. Every layer may do without its FFN, its attention's queries,
+    or both; keys and values are always written. In their place is a low-rank branch or some of the
+    FFN's own neurons, fitted by least squares. All tokens of a prompt take it but attention sinks
+    and the last 64 (`prompt_tail`), which the text behind reads most; what is generated runs in
+    full. Which layers do so, and how, is found on the text: two thirds of each row are a prompt,
+    and the rest is the text whose loss counts. The last layer of a prompt is free, since nothing
     reads it but its last token.
 
-    Every fifth row is held out, and costs are measured on it; so is the loss that the record tells. With the
-    regressions it takes as long as some ten forward passes of the text.
+    Every fifth row is held out, and costs are measured on it; so is the loss that the record tells.
+    With the regressions it takes as long as some ten forward passes of the text.
 
     Args:
         model: A transformers model of a supported family, not routed. It is changed in place, as by
             `get_depth_routed_model`, and left in eval mode.
-        batches: As of `fit_router`; rows of some hundred tokens, and many of them rather than long ones.
+        batches: As of `fit_router`; rows of some hundred tokens, and many of them rather than long
+            ones.
         keep: In (0, 1): the share of a prompt that is left, the router's own included.
-        config: Which `layers` may be routed, by default all; its `prompt_tail`, `seed`, `modules_to_save` and
-            `task_type` are kept. Target, gate and branch are found, and left out of it. Without a `prompt_tail` it is
-            64, and of prompts of less than 256 tokens a quarter.
-        keep_of: What `keep` is a share of: `"flops"`, or `"time"`, as transformers takes it here and now: run it on the
-            machine that serves, with nothing else on it. The choice of layers is the best for that.
-        length: Tokens of the prompt that `keep` is a share of; by default those of the longest one of `batches`. Of a
-            longer prompt less is left, since its last tokens are a smaller part of it.
+        config: Which `layers` may be routed, by default all; its `prompt_tail`, `seed`,
+            `modules_to_save` and `task_type` are kept. Target, gate and branch are found, and left
+            out of it. Without a `prompt_tail` it is 64, and of prompts of less than 256 tokens a
+            quarter.
+        keep_of: What `keep` is a share of: `"flops"`, or `"time"`, as transformers takes it here
+            and now: run it on the machine that serves, with nothing else on it. The choice of
+            layers is the best for that.
+        length: Tokens of the prompt that `keep` is a share of; by default those of the longest one
+            of `batches`. Of a longer prompt less is left, since its last tokens are a smaller part
+            of it.
         progress: Show a bar; by default where a terminal is.
 
     Returns:
         The routed model: `target_pattern`, `branch_pattern` and `rank_pattern` say what was found.
 
     Raises:
-        ConfigError: `keep` is out of range, or so low that no choice of layers reaches it; the model is untouched.
+        ConfigError: `keep` is out of range, or so low that no choice of layers reaches it; the
+            model is untouched.
         ValueError: Fewer than 512 tokens are left to fit on; or the model has no LM head.
     """
     started = time.monotonic()
@@ -160,7 +168,8 @@ def fit_prompts(
         if not chosen:
             most = sum(max(0.0, *(fit.saved for fit in fits.values())) for fits in found.values())
             raise ConfigError(
-                f"keep={keep:g} is not reached: leaving out all that can be saves {most:.2f} of a prompt"
+                f"keep={keep:g} is not reached: leaving out all that can be saves {most:.2f} of a "
+                "prompt"
             )
         branches = {index: search.branches[index][option] for index, option in chosen.items()}
         routed = get_depth_routed_model(base, config_of(chosen, given))
@@ -209,9 +218,11 @@ def _bar(model: PeftModel, text: Batches, held_out: Batches, shown: bool | None)
 def _refit(
     model: PeftModel, text: Batches, tail: int, metrics: list[torch.Tensor | None]
 ) -> dict[int, float]:
-    """Fit the branches again, layer by layer, to what leads from the routed model's stream back to the dense model's.
+    """Fit the branches again, layer by layer, to what leads from the routed model's stream back to
+    the dense model's.
 
-    So a branch makes up for its own layer, and for as much of what those before it have lost as can be told.
+    So a branch makes up for its own layer, and for as much of what those before it have lost as can
+    be told.
     """
     walk = LayerWalk(model, text)
     cheap = [prompts_of(batch, tail)[0] for batch in text]
@@ -249,7 +260,8 @@ def _refit(
 
 
 def _behind(model: PeftModel, text: Batches) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of the dense and of the routed model, and `KL(dense || routed)`, on the text behind each row's prompt.
+    """The loss of the dense and of the routed model, and `KL(dense || routed)`,
+    on the text behind each row's prompt.
 
     Nats per token, `[R]` each.
     """

@@ -1,10 +1,12 @@
-"""A router without training: branches by least squares, gates by regression on the error that their branch leaves.
+"""A router without training: branches by least squares,
+gates by regression on the error that their branch leaves.
 
-What a fitted branch misses is largely a simple function of what the routed part reads. So a gate can be regressed on
-it, and needs no training. One currency decides over all layers: a score is the fourth root of the nats that the cheap
-path of the token is predicted to cost, and one threshold on it holds the whole budget. Nats are a square of the error,
-in a metric that is found for each layer (`sensitivity.stream_metrics`). The root, since what is decided is decided
-among the cheap tokens, which the largest errors would drown.
+What a fitted branch misses is largely a simple function of what the routed part reads. So a gate
+can be regressed on it, and needs no training. One currency decides over all layers: a score is the
+fourth root of the nats that the cheap path of the token is predicted to cost, and one threshold on
+it holds the whole budget. Nats are a square of the error, in a metric that is found for each layer
+(`sensitivity.stream_metrics`). The root, since what is decided is decided among the cheap tokens,
+which the largest errors would drown.
 
 Shapes: B batch, T positions, R rows.
 """
@@ -72,55 +74,64 @@ def fit_router(
     length: int | None = None,
     progress: bool | None = None,
 ) -> PeftModel:
-    """Make an unrouted model a routed one, without training, so that the share `keep` of all calls runs in full.
+    """Make an unrouted model a routed one, without training,
+    so that the share `keep` of all calls runs in full.
 
         model = fit_router(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.5)
 
-    With `DepthRouteConfig(phases="prefill")` prompts alone are routed, and `keep` is a share of their FLOPs, or with
-    `keep_of="time"` of their time: see `fit_prompts`.
+    With `DepthRouteConfig(phases="prefill")` prompts alone are routed, and `keep` is a share of
+    their FLOPs, or with `keep_of="time"` of their time: see `fit_prompts`.
 
     A `DepthRouteTrainer` goes on from there; with `train_gates=False` it keeps what the gates know.
 
-    Layer by layer on kept hidden states: branches are fitted to the target's update, gates to the error that their
-    branch leaves, in nats, as they are told from gradients (`stream_metrics`), and scaled to what the layer's cheap
-    tokens cost on held-out text; one threshold over all layers then holds `keep`.
-    Attention sinks, tokens whose stream is more than 5 times the median of their layer, run in full and take no part in
-    what is fitted (`norms_and_sinks`).
+    Layer by layer on kept hidden states: branches are fitted to the target's update, gates to the
+    error that their branch leaves, in nats, as they are told from gradients (`stream_metrics`), and
+    scaled to what the layer's cheap tokens cost on held-out text; one threshold over all layers
+    then holds `keep`. Attention sinks, tokens whose stream is more than 5 times the median of their
+    layer, run in full and take no part in what is fitted (`norms_and_sinks`).
 
-    Each further round fits branches and gates again on the stream and on the tokens that they really get. Every fifth
-    row is held out: costs are measured and thresholds set on it, and the round with the lowest loss there is kept.
-    Layers that run 96 % of the tokens in full are left out of the adapter: a gate of the default width costs 3 % of an
-    FFN's FLOPs, as much as the other 4 % save. Those that run next to none become static: they
-    lose their gates, and the other layers run that much more. They keep them where the loss of the held-out rows rises,
-    by the mean of the rows' differences, by more than that mean's standard error: a smaller rise may be chance, and
-    no gate is the cheaper choice. The thresholds of other budgets are calibrated too, so that `set_budget` holds them.
+    Each further round fits branches and gates again on the stream and on the tokens that they
+    really get. Every fifth row is held out: costs are measured and thresholds set on it, and the
+    round with the lowest loss there is kept. Layers that run 96 % of the tokens in full are left
+    out of the adapter: a gate of the default width costs 3 % of an FFN's FLOPs, as much as the
+    other 4 % save. Those that run next to none become static: they lose their gates, and the other
+    layers run that much more. They keep them where the loss of the held-out rows rises, by the mean
+    of the rows' differences, by more than that mean's standard error: a smaller rise may be chance,
+    and no gate is the cheaper choice. The thresholds of other budgets are calibrated too, so that
+    `set_budget` holds them.
 
-    It takes as long as ten to twenty forward passes of the text with two rounds, whatever the number of layers. In
-    memory are the base, a few times the hidden states of the text at one layer, and two gradients of up to 8,192
-    held-out tokens for every layer, bfloat16. Nothing is random but for the configuration's seed.
+    It takes as long as ten to twenty forward passes of the text with two rounds, whatever the
+    number of layers. In memory are the base, a few times the hidden states of the text at one
+    layer, and two gradients of up to 8,192 held-out tokens for every layer, bfloat16. Nothing is
+    random but for the configuration's seed.
 
-    Under `accelerate launch` every process calls it with the whole of `batches` and a model of its own. Each takes its
-    share of the rows, sums are over all, and every process gets the router of one process but for rounding.
+    Under `accelerate launch` every process calls it with the whole of `batches` and a model of its
+    own. Each takes its share of the rows, sums are over all, and every process gets the router of
+    one process but for rounding.
 
     Args:
-        model: A transformers model of a supported family, not routed; it may be offloaded by accelerate. It is changed
-            in place, as by `get_depth_routed_model`, and left in eval mode.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`; see
-            `calibrate`. 16,000 tokens are enough for a model of the size of Qwen2.5-0.5B; they are kept in memory.
-        keep: In (0, 1): the share of all calls of the target in the whole model that run in full. Which layers they
-            are in is found on the text.
-        config: What to fit; by default MLP gates and low-rank branches for the FFNs of all layers. Its budget is
-            overridden by `keep`, and held by all layers together (`budget_scope="global"`).
+        model: A transformers model of a supported family, not routed; it may be offloaded by
+            accelerate. It is changed in place, as by `get_depth_routed_model`, and left in eval
+            mode.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
+            `[B, T]`; see `calibrate`. 16,000 tokens are enough for a model of the size of
+            Qwen2.5-0.5B; they are kept in memory.
+        keep: In (0, 1): the share of all calls of the target in the whole model that run in full.
+            Which layers they are in is found on the text.
+        config: What to fit; by default MLP gates and low-rank branches for the FFNs of all layers.
+            Its budget is overridden by `keep`, and held by all layers together
+            (`budget_scope="global"`).
         rounds: How often everything is fitted, at least once.
         keep_of: With `phases="prefill"`, what `keep` is a share of: `"flops"` or `"time"`.
         length: With `phases="prefill"`, tokens of the prompt that `keep` is a share of.
-        progress: Show a bar over all phases; by default where a terminal is, unless transformers' bars are turned off.
+        progress: Show a bar over all phases; by default where a terminal is, unless transformers'
+            bars are turned off.
 
     Raises:
-        ConfigError: `keep` is out of range, too low for the layers in `config`, or `config` has a gate or a branch
-            that is not fitted; the model is untouched.
-        ValueError: `batches` holds fewer than 512 real tokens, or fewer rows to fit on or to hold out than there are
-            processes; or the model has no LM head.
+        ConfigError: `keep` is out of range, too low for the layers in `config`, or `config` has a
+            gate or a branch that is not fitted; the model is untouched.
+        ValueError: `batches` holds fewer than 512 real tokens, or fewer rows to fit on or to hold
+            out than there are processes; or the model has no LM head.
     """
     if config is not None and config.phases == "prefill":
         return fit_prompts(
@@ -208,7 +219,8 @@ def fit_router(
 
 
 def _bar(model: PeftModel, rounds: int, shown: bool | None, *parts: Batches) -> FitBar:
-    """A bar over all passes of the text, the part that layers are rated on, what is held out, and that for budgets."""
+    """A bar over all passes of the text, the part that layers are rated on, what is held out,
+    and that for budgets."""
     layers = stack_of(model).layers
     text, rated, held_out, budgets = (positions(own_part(part)) for part in parts)
     passes = (
@@ -218,7 +230,8 @@ def _bar(model: PeftModel, rounds: int, shown: bool | None, *parts: Batches) -> 
 
 
 def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> DepthRouteConfig:
-    """A copy of `config` as `fit_router` begins with it, for a model of `depth` layers; `ConfigError` as there."""
+    """A copy of `config` as `fit_router` begins with it, for a model of `depth` layers;
+    `ConfigError` as there."""
     if not 0 < keep < 1:
         raise ConfigError(
             f"keep={keep!r} must be between 0 and 1, the share of all calls that runs in full"
@@ -229,7 +242,8 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
         given = config
     if TARGETS[given.target].per_pair or given.granularity != "token":
         raise ConfigError(
-            f"target={given.target!r} per {given.granularity} is not fitted; use ffn, attention or block per token"
+            f"target={given.target!r} per {given.granularity} is not fitted; use ffn, attention or "
+            "block per token"
         )
     if not GATES[given.gate].is_fitted:
         known = ", ".join(name for name, gate in GATES.items() if gate.is_fitted)

@@ -1,12 +1,15 @@
-"""How much a change of the stream behind a layer costs: the Fisher information of text that was not changed.
+"""How much a change of the stream behind a layer costs:
+the Fisher information of text that was not changed.
 
-With `y` drawn from the model's own distribution `p` of some tokens, and `g_t` the gradient of `log p(y)` with respect
-to the stream of token `t` behind a layer, a small change `delta` of that stream costs
+With `y` drawn from the model's own distribution `p` of some tokens, and `g_t` the gradient of
+`log p(y)` with respect to the stream of token `t` behind a layer, a small change `delta` of that
+stream costs
 
     KL(p || p') = 1/2 E_y (sum_t g_t . delta_t)^2
 
-to second order (Martens, "New insights and perspectives on the natural gradient method", arXiv:1412.1193). So one
-backward pass prices every change in every layer, of every token, by what it does to the tokens that count.
+to second order (Martens, "New insights and perspectives on the natural gradient method",
+arXiv:1412.1193). So one backward pass prices every change in every layer, of every token, by what
+it does to the tokens that count.
 
 Shapes: B batch, T positions, d model width, V vocabulary, D draws.
 """
@@ -79,7 +82,8 @@ def stream_gradients(
 def text_gradients(
     model: nn.Module, batches: Batches, counted: list[torch.Tensor], seed: int, draws: int
 ) -> list[list[torch.Tensor]]:
-    """`stream_gradients` of each batch, bfloat16, with seeds by a row's number in the text of all processes.
+    """`stream_gradients` of each batch, bfloat16, with seeds by a row's number in the text
+    of all processes.
 
     Args:
         model: A causal language model, in eval mode.
@@ -104,11 +108,13 @@ def text_gradients(
 def stream_metrics(
     gradients: list[list[torch.Tensor]], real: list[torch.Tensor], width: int
 ) -> list[torch.Tensor]:
-    """`L` of every decoder layer, float32 `[d, d]` on the CPU: `|delta L|^2` is what a change costs, nats.
+    """`L` of every decoder layer, float32 `[d, d]` on the CPU:
+    `|delta L|^2` is what a change costs, nats.
 
-    `L L^T` is half the mean of `g g^T` over the tokens, each by what it does to all tokens behind it. It knows the
-    direction of a change, and neither the token that is changed nor what other tokens do. The fewer tokens there are
-    for the width, the more it is drawn towards the same cost in all directions.
+    `L L^T` is half the mean of `g g^T` over the tokens, each by what it does to all tokens behind
+    it. It knows the direction of a change, and neither the token that is changed nor what other
+    tokens do. The fewer tokens there are for the width, the more it is drawn towards the same cost
+    in all directions.
 
     Args:
         gradients: From `text_gradients` of a text whose every token counts.
@@ -137,7 +143,8 @@ def _root(metric_dd: torch.Tensor, tokens: int) -> torch.Tensor:
 def _drawn(
     log_probs_NV: torch.Tensor, counted_BT: torch.Tensor, seeds: list[int], draws: int
 ) -> Iterator[torch.Tensor]:
-    """A token from each distribution, `[N]`, for each draw; those of a row depend on its own seed alone."""
+    """A token from each distribution, `[N]`, for each draw;
+    those of a row depend on its own seed alone."""
     counts = counted_BT.sum(1).tolist()  # not the places: padding may lie before them
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     sums_NV = log_probs_NV.exp().cumsum(-1)

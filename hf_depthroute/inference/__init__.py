@@ -1,1 +1,2 @@
-"""After training: thresholds for a budget, fitted branches, importance, drafts and tuned execution."""
+"""After training: thresholds for a budget, fitted branches, importance,
+drafts and tuned execution."""

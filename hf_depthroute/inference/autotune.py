@@ -1,8 +1,10 @@
-"""Measured choice of executor: per routed layer and input shape, the fastest one, and never slower than the base.
+"""Measured choice of executor: per routed layer and input shape, the fastest one,
+and never slower than the base.
 
-Skipping pays where the skipped arithmetic or memory traffic costs more than the gate and the indexing. In the decoding
-of a large batch on a GPU it does not: some token of the batch needs the FFN's weights anyway. What a machine does at a
-shape is measured on the model itself rather than predicted.
+Skipping pays where the skipped arithmetic or memory traffic costs more than the gate and the
+indexing. In the decoding of a large batch on a GPU it does not: some token of the batch needs the
+FFN's weights anyway. What a machine does at a shape is measured on the model itself rather than
+predicted.
 
 Shapes: B sequences, T positions.
 """
@@ -41,8 +43,8 @@ class Choice:
         step: `"prefill"` or `"decode"`.
         shape: `(B, T)` of the step.
         executor: The chosen one.
-        milliseconds: Time of the whole decoder layer by executor, the mean over its steps, the median over repeats;
-            `"full"` is the base's layer.
+        milliseconds: Time of the whole decoder layer by executor, the mean over its steps, the
+            median over repeats; `"full"` is the base's layer.
     """
 
     layer: int
@@ -65,33 +67,39 @@ def tune_execution(
     keep_decisions: bool = False,
     executors: Sequence[str] | None = None,
 ) -> list[Choice]:
-    """Time every layer that has a gate under every executor on these prompts, and use the fastest from now on.
+    """Time every layer that has a gate under every executor on these prompts,
+    and use the fastest from now on.
 
-    A layer for which no executor reaches `floor` of the base's speed runs as the base does at that shape: every token
-    full, no gate. That changes the output, towards the base's, and makes it depend on the batch size; `keep_decisions`
-    forbids it. Prompts should be as many and as long as those to come. The choice holds for inputs of about the same
-    number of rows (to the next power of two), prefill and decode apart; other shapes run as before. It is not saved.
-    Where FFNs can be run by gathered rows and by row kernels, on GPUs, it also measures from how much work on gathering
-    is the faster way, for prompts of other sizes (`execution.costs.GatherCosts`).
+    A layer for which no executor reaches `floor` of the base's speed runs as the base does at that
+    shape: every token full, no gate. That changes the output, towards the base's, and makes it
+    depend on the batch size; `keep_decisions` forbids it. Prompts should be as many and as long as
+    those to come. The choice holds for inputs of about the same number of rows (to the next power
+    of two), prefill and decode apart; other shapes run as before. It is not saved. Where FFNs can
+    be run by gathered rows and by row kernels, on GPUs, it also measures from how much work on
+    gathering is the faster way, for prompts of other sizes (`execution.costs.GatherCosts`).
 
-        tune_execution(model, tokenizer(prompts, return_tensors="pt", padding=True).input_ids.to(model.device))
+        tune_execution(model, tokenizer(prompts, return_tensors="pt",
+        padding=True).input_ids.to(model.device))
 
     Args:
         model: A model with an active, calibrated adapter.
         input_ids: Prompts, `[B, T]`.
         attention_mask: `[B, T]`.
         steps: Decoding steps to time; 0 leaves decoding as it is.
-        repeats: Times that each executor runs prefill and decode, in turn; the median repeat counts.
+        repeats: Times that each executor runs prefill and decode, in turn; the median repeat
+            counts.
         floor: Least speed over the base's, per layer.
         keep_decisions: Never turn routing off.
-        executors: What to choose from, names in `EXECUTORS`. Default: those that support these prompts.
+        executors: What to choose from, names in `EXECUTORS`. Default: those that support these
+            prompts.
 
     Returns:
         One `Choice` per layer and kind of step.
 
     Raises:
-        ValueError: No routed adapter is active; decisions are about sequences or exits, which have to hold through a
-            generation; the target is memory; `floor` is not in (0, 1]; or there is no such executor.
+        ValueError: No routed adapter is active; decisions are about sequences or exits, which have
+            to hold through a generation; the target is memory; `floor` is not in (0, 1]; or there
+            is no such executor.
     """
     config = active_routings(model)[0].active_config()
     gate = GATES[config.gate]
@@ -139,7 +147,8 @@ def _choices(
                 for step, layer, seconds in _timed(model, layers, input_ids, attention_mask, steps):
                     spent.setdefault((step, layer), []).append(seconds)
             for key, each in spent.items() if round_ else ():
-                # Steps that skip and steps that do not take two different times: what counts is their mean.
+                # Steps that skip and steps that do not take two different times: what counts is
+                # their mean.
                 times.setdefault((*key, executor), []).append(statistics.fmean(each))
     rows, length = input_ids.shape
     shapes = {"prefill": (rows, length)} | ({"decode": (rows, 1)} if steps else {})
@@ -169,7 +178,8 @@ def _gather_costs(
     attention_mask: torch.Tensor | None,
     repeats: int,
 ) -> GatherCosts | None:
-    """The cost model from the whole prompts and the last eighth of them; None if the two ways take the same time."""
+    """The cost model from the whole prompts and the last eighth of them;
+    None if the two ways take the same time."""
     points = []
     for length in (-(-input_ids.shape[1] // 8), input_ids.shape[1]):
         ids = input_ids[:, -length:]
@@ -198,7 +208,8 @@ def _supported(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
 ) -> list[str]:
-    """The executors that support some routed layer's call on these prompts; `"full"`, the base's layer, is apart."""
+    """The executors that support some routed layer's call on these prompts; `"full"`,
+    the base's layer, is apart."""
     found: set[str] = set()
 
     def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

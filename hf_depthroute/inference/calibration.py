@@ -36,29 +36,32 @@ def calibrate(
     batches: Iterable[Mapping[str, Any]] | Mapping[str, Any],
     budget: float | None = None,
 ) -> dict[int, float]:
-    """Set every routed layer's threshold so that the fraction `budget` of the tokens in `batches` runs full.
+    """Set every routed layer's threshold so that the fraction `budget` of the tokens in
+    `batches` runs full.
 
-    Two passes. The first selects by top-k, which fixes the share exactly while later layers' scores are collected;
-    the second repeats with the thresholds found, so that they fit the stream that inference really produces. Where no
-    top-k exists (sequences, a global budget, early exit), three passes with thresholds. The quantile tables become
-    part of the adapter: `set_budget` and `save_pretrained` use them. They are the same whatever the adapter's `phases`.
+    Two passes. The first selects by top-k, which fixes the share exactly while later layers' scores
+    are collected; the second repeats with the thresholds found, so that they fit the stream that
+    inference really produces. Where no top-k exists (sequences, a global budget, early exit), three
+    passes with thresholds. The quantile tables become part of the adapter: `set_budget` and
+    `save_pretrained` use them. They are the same whatever the adapter's `phases`.
 
     Args:
         model: A model with one active depth-routed adapter.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`; lists,
-            single rows and what a tokenizer returns are taken too (`batches.model_inputs`). A few thousand tokens
-            suffice; they are kept in memory for the later passes.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
+            `[B, T]`; lists, single rows and what a tokenizer returns are taken too
+            (`batches.model_inputs`). A few thousand tokens suffice; they are kept in memory for the
+            later passes.
         budget: In (0, 1]; becomes the adapter's budget. Default: the adapter's.
 
     Where it does not come to its end, be it by Ctrl-C, the model is as before.
 
     Returns:
-        `{layer_index: fraction of real tokens that runs full}`, measured in a third pass with the final thresholds; 0
-        in static layers, which have no part in the budget.
+        `{layer_index: fraction of real tokens that runs full}`, measured in a third pass with the
+        final thresholds; 0 in static layers, which have no part in the budget.
 
     Raises:
-        ValueError: No routed layer is active, the adapter has a fixed threshold, a batch has no `input_ids`, or
-            `batches` holds no real token.
+        ValueError: No routed layer is active, the adapter has a fixed threshold, a batch has no
+            `input_ids`, or `batches` holds no real token.
         ConfigError: `budget` is out of range.
     """
     routings = _budgeted_routings(model)
@@ -89,7 +92,8 @@ def calibrate(
 def set_thresholds(
     model: nn.Module, batches: list[dict[str, torch.Tensor]], rule: str = "threshold"
 ) -> None:
-    """One pass of `calibrate`: the thresholds of the budget in force on the stream that `rule` leaves.
+    """One pass of `calibrate`: the thresholds of the budget in force on the stream
+    that `rule` leaves.
 
     With `"threshold"` the stream is that of the thresholds as they are.
     """
@@ -110,12 +114,14 @@ def calibrate_budgets(
     batches: Iterable[Mapping[str, Any]] | Mapping[str, Any],
     budgets: Sequence[float] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
 ) -> None:
-    """Make `set_budget` hold every budget: the thresholds of each are found on the stream that it produces itself.
+    """Make `set_budget` hold every budget: the thresholds of each are found on the stream that it
+    produces itself.
 
-    What earlier layers skip moves the scores of later ones, so the quantiles that `calibrate` measures at one budget
-    are off at another. Here every layer's table goes through the thresholds found at each of `budgets`, two passes
-    for each, and is linear in between. The adapter's own budget, and the threshold that it has, stay; of `budgets`
-    within half a percent of it, thresholds are near those found.
+    What earlier layers skip moves the scores of later ones, so the quantiles that `calibrate`
+    measures at one budget are off at another. Here every layer's table goes through the thresholds
+    found at each of `budgets`, two passes for each, and is linear in between. The adapter's own
+    budget, and the threshold that it has, stay; of `budgets` within half a percent of it,
+    thresholds are near those found.
 
     Args:
         model: A calibrated model, see `calibrate`.
@@ -159,19 +165,20 @@ def calibrate_budgets(
 
 @in_turn
 def set_budget(model: nn.Module, budget: float) -> None:
-    """Change the budget of the active adapter at run time, without retraining; saved with the adapter.
+    """Change the budget of the active adapter at run time, without retraining;
+    saved with the adapter.
 
-    A change of the model, for all threads: what generates meanwhile goes on with it, and another thread's change waits
-    for this one's end, as with `calibrate`. `use_budget` is for one request.
+    A change of the model, for all threads: what generates meanwhile goes on with it, and another
+    thread's change waits for this one's end, as with `calibrate`. `use_budget` is for one request.
 
-    Without `calibrate_budgets`, the thresholds come from quantiles measured at the calibrated budget. At another one,
-    later layers see another stream, so the share that runs full can miss the budget by some points. Static layers stay
-    so at every budget.
+    Without `calibrate_budgets`, the thresholds come from quantiles measured at the calibrated
+    budget. At another one, later layers see another stream, so the share that runs full can miss
+    the budget by some points. Static layers stay so at every budget.
 
     Raises:
         ConfigError: `budget` is not in (0, 1].
-        ValueError: No routed layer is active, the adapter has a fixed threshold, or its thresholds were never fitted,
-            so that no share of tokens but all of them could be asked for.
+        ValueError: No routed layer is active, the adapter has a fixed threshold, or its thresholds
+            were never fitted, so that no share of tokens but all of them could be asked for.
     """
     budget = _supported_budget(model, budget, "set_budget")
     with restored_on_error(model):
@@ -179,7 +186,8 @@ def set_budget(model: nn.Module, budget: float) -> None:
 
 
 def _adopt(routings: Iterable[Routing], budget: float) -> None:
-    """Make `budget` that of the adapter of these layers, and their quantiles' thresholds those of its controllers."""
+    """Make `budget` that of the adapter of these layers,
+    and their quantiles' thresholds those of its controllers."""
     for routing in routings:
         routing.active_config().budget = budget
         if (controller := routing.active_controller()) is not None:
@@ -188,12 +196,14 @@ def _adopt(routings: Iterable[Routing], budget: float) -> None:
 
 @contextmanager
 def use_budget(model: nn.Module, budget: float) -> Iterator[None]:
-    """Route by another budget inside the block, in the calling thread only: a budget for one request.
+    """Route by another budget inside the block, in the calling thread only:
+    a budget for one request.
 
         with use_budget(model, 0.25):
             model.generate(**inputs)
 
-    The adapter's own budget stays, in other threads and in what is saved. Thresholds are those of `set_budget`.
+    The adapter's own budget stays, in other threads and in what is saved. Thresholds are those of
+    `set_budget`.
 
     Raises:
         ConfigError: `budget` is not in (0, 1].
@@ -214,12 +224,16 @@ def _supported_budget(model: nn.Module, budget: float, caller: str) -> float:
 
 
 def is_calibrated(model: nn.Module) -> bool:
-    """Whether the quantile table of every active gate has been tracked in training or set by `calibrate`."""
+    """Whether the quantile table of every active gate has been tracked in training or
+    set by `calibrate`."""
     return all(routing.active_quantiles().fitted() for routing in gated_routings(model))
 
 
 def thresholds(model: nn.Module) -> dict[int, float]:
-    """`{layer_index: score}` that a token has to reach to run full. Empty where no threshold of a budget decides."""
+    """`{layer_index: score}` that a token has to reach to run full.
+
+    Empty where no threshold of a budget decides.
+    """
     routings = gated_routings(model)
     if not routings or not routings[0].active_config().takes_budget():
         return {}
@@ -250,16 +264,18 @@ def _budgeted_routings(model: nn.Module) -> list[Routing]:
     for config in (routing.active_config() for routing in active_routings(model)):
         if GATES[config.gate].soft:
             raise ValueError(
-                f"target={config.target!r} is weighed by its gate: there is no budget, and no threshold"
+                f"target={config.target!r} is weighed by its gate: there is no budget, and no "
+                "threshold"
             )
         if GATES[config.gate].static:
             raise ValueError(
-                "the adapter has no gate: its layers are skipped by every token, whatever the budget"
+                "the adapter has no gate: its layers are skipped by every token, whatever the "
+                "budget"
             )
         if config.fixed_threshold is not None:
             raise ValueError(
-                f"the adapter has a fixed threshold, {config.fixed_threshold:g}, and follows no budget; "
-                "set its config's threshold to 'budget'"
+                f"the adapter has a fixed threshold, {config.fixed_threshold:g}, and follows no "
+                "budget; set its config's threshold to 'budget'"
             )
         if config.causal_rule == "predictor":
             raise ValueError(
@@ -268,14 +284,16 @@ def _budgeted_routings(model: nn.Module) -> list[Routing]:
     routings = gated_routings(model)
     if not routings:  # of a draft that leaves out all layers with gates
         raise ValueError(
-            "no layer with a gate is left: the others are skipped by every token, whatever the budget"
+            "no layer with a gate is left: the others are skipped by every token, whatever the "
+            "budget"
         )
     return routings
 
 
 @contextmanager
 def use_selection(model: nn.Module, rule: str) -> Iterator[None]:
-    """Decide by `rule` ("topk" or "threshold") in training and inference alike, inside the block."""
+    """Decide by `rule` ("topk" or "threshold") in training and inference alike,
+    inside the block."""
     with state_of(model).override(selection=rule):
         yield
 
@@ -287,7 +305,8 @@ def _holds_tokens(batches: list[dict[str, torch.Tensor]]) -> bool:
 def _scores(
     model: nn.Module, batches: list[dict[str, torch.Tensor]], config: DepthRouteConfig
 ) -> dict[int, torch.Tensor]:
-    """Scores of all real tokens (pairs, sequences), `[N]`, of each layer with a gate; of all with a global budget."""
+    """Scores of all real tokens (pairs, sequences), `[N]`, of each layer with a gate;
+    of all with a global budget."""
     by_sequence = config.granularity == "sequence"
     nothing = torch.empty(0, device=device_of(model))
     scores = {routing.layer_index: [nothing] for routing in gated_routings(model)}
@@ -308,7 +327,8 @@ def _scores(
 
 
 def _without_logits(model: nn.Module) -> dict[str, Any]:
-    """Arguments of a pass that nothing but the decisions is read from; a classifier has no choice of logits."""
+    """Arguments of a pass that nothing but the decisions is read from;
+    a classifier has no choice of logits."""
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     chosen = "logits_to_keep" in inspect.signature(base.forward).parameters
     return {"use_cache": False} | ({"logits_to_keep": 1} if chosen else {})

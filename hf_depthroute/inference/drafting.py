@@ -1,8 +1,9 @@
 """Lossless self-speculation: the routed model drafts, the full model verifies, one set of weights.
 
-The draft is a view of the model: its modules are copies with their own flags, its tensors are the model's. transformers
-drafts and verifies (`generate(..., assistant_model=...)`): greedy output is the full model's, token for token up to
-the rounding of one forward pass over several tokens, and sampling keeps the full model's distribution.
+The draft is a view of the model: its modules are copies with their own flags, its tensors are the
+model's. transformers drafts and verifies (`generate(..., assistant_model=...)`): greedy output is
+the full model's, token for token up to the rounding of one forward pass over several tokens, and
+sampling keeps the full model's distribution.
 
 Shapes: B = 1 sequence, T positions, n drafted tokens, V vocabulary.
 """
@@ -33,7 +34,8 @@ from ..routing.thresholds import BudgetController
 from ..routing.trace import full_depth
 from .calibration import set_budget
 
-# What transformers hands to a draft whose tokens `_Draft.generate` can make without its general loop.
+# What transformers hands to a draft whose tokens `_Draft.generate` can make without its general
+# loop.
 _PLAIN_KEYS = {
     *("input_ids", "min_new_tokens", "max_new_tokens", "generation_config", "logits_processor"),
     *("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"),
@@ -56,7 +58,8 @@ class DraftCounter:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted share of the drafted tokens; every pass of the full model adds one token of its own."""
+        """Accepted share of the drafted tokens; every pass of the full model adds one
+        token of its own."""
         return (self.new_tokens - self.target_passes) / max(1, self.drafted)
 
     @property
@@ -66,7 +69,8 @@ class DraftCounter:
 
 
 class _Draft:
-    """Mixin of a draft view: what transformers' assisted generation asks of it, without the overhead of `generate`.
+    """Mixin of a draft view: what transformers' assisted generation asks of it,
+    without the overhead of `generate`.
 
     Attributes:
         confidence: A draft ends after a token whose probability is lower.
@@ -87,8 +91,8 @@ class _Draft:
             target = self._target()
             if target is not None and any(routing.adapter() for routing in _routed(target)):
                 warnings.warn(
-                    "the model that verifies is routed itself, so the output is not the full model's; use "
-                    "lossless_generate(), or generate() of the PeftModel",
+                    "the model that verifies is routed itself, so the output is not the full "
+                    "model's; use lossless_generate(), or generate() of the PeftModel",
                     stacklevel=2,
                 )
         plain = not args and kwargs.keys() <= _PLAIN_KEYS and not kwargs.get("min_new_tokens")
@@ -108,7 +112,8 @@ class _Draft:
     def _continue(
         self, ids: torch.Tensor, count: int, config: Any, processors: Any, cache: Any
     ) -> Any:
-        """Up to `count` tokens after `ids` `[1, T]`, and for each the scores `[1, V]` that it was drawn from."""
+        """Up to `count` tokens after `ids` `[1, T]`, and for each the scores `[1, V]` that
+        it was drawn from."""
         if cache is None:
             # Also of sliding windows it keeps everything, so that it can be cropped.
             cache = DynamicCache()
@@ -147,27 +152,31 @@ def draft_view(
 ) -> Any:
     """A view of a routed model to draft with: its own modules and flags, the model's tensors.
 
-        draft = draft_view(model, budget=0.25, drop=[8, 9])
-        model.generate(**inputs, assistant_model=draft)  # or lossless_generate(model, **inputs, draft=draft)
+        draft = draft_view(model, budget=0.25, drop=[8, 9]) model.generate(**inputs,
+        assistant_model=draft)  # or lossless_generate(model, **inputs, draft=draft)
 
-    Routing is on in the view, whatever the model's state. Training or calibrating the model moves the view along;
-    `set_budget` on one of them leaves the other as it is. Moving the model to another device or dtype needs a new view.
+    Routing is on in the view, whatever the model's state. Training or calibrating the model moves
+    the view along; `set_budget` on one of them leaves the other as it is. Moving the model to
+    another device or dtype needs a new view.
 
     Args:
-        model: A transformers model of a supported family, or a `PeftModel` around one. It is not changed.
-        budget: The draft's budget in (0, 1], with thresholds from the adapter's quantile tables. Default: the
-            adapter's at this moment.
-        drop: Indices of decoder layers that the draft leaves out whole, attention and KV cache included. The layers
-            that remain are numbered anew.
+        model: A transformers model of a supported family, or a `PeftModel` around one. It is not
+            changed.
+        budget: The draft's budget in (0, 1], with thresholds from the adapter's quantile tables.
+            Default: the adapter's at this moment.
+        drop: Indices of decoder layers that the draft leaves out whole, attention and KV cache
+            included. The layers that remain are numbered anew.
         num_tokens: Tokens drafted before the full model looks.
-        confidence: End a draft early, after a token that the draft gave a lower probability than this.
+        confidence: End a draft early, after a token that the draft gave a lower probability than
+            this.
 
     Returns:
         A transformers model of the same class name, in eval mode.
 
     Raises:
-        ValueError: Nothing would be skipped (no routed layer is active and `drop` is empty), an index is out of range
-            or named twice, every layer is dropped, the adapter has no budget to change, or a number is out of range.
+        ValueError: Nothing would be skipped (no routed layer is active and `drop` is empty), an
+            index is out of range or named twice, every layer is dropped, the adapter has no budget
+            to change, or a number is out of range.
         ConfigError: `budget` is not in (0, 1], or the adapter routes prompts only or adds a memory.
     """
     base = _transformers_model(model)
@@ -218,7 +227,8 @@ def draft_view(
 
 
 def _view_of(base: nn.Module) -> Any:
-    """A copy of `base` with its own modules, flags and configurations, whose tensors are those of `base`."""
+    """A copy of `base` with its own modules, flags and configurations,
+    whose tensors are those of `base`."""
     # What the copy keeps: every tensor, and where accelerate offloads them to.
     memo: dict[int, Any] = {}
     for module in base.modules():
@@ -244,7 +254,8 @@ def _routed(model: nn.Module) -> tuple[Routing, ...]:
 
 
 def _leave_out(model: Any, drop: Sequence[int]) -> None:
-    """Take the decoder layers `drop` out of a view, and number the others, their caches and their adapters anew."""
+    """Take the decoder layers `drop` out of a view, and number the others,
+    their caches and their adapters anew."""
     stack = stack_of(model)
     family = stack.family
     layers = stack.layers
@@ -283,11 +294,12 @@ def _leave_out(model: Any, drop: Sequence[int]) -> None:
 def lossless_generate(
     model: nn.Module, *args: Any, draft: Any, counter: DraftCounter | None = None, **kwargs: Any
 ) -> Any:
-    """`model.generate` at full depth, faster: `draft` proposes tokens, the full model verifies them.
+    """`model.generate` at full depth, faster: `draft` proposes tokens,
+    the full model verifies them.
 
-    Greedy output is what the full model generates (in float32; in half precision, two likeliest tokens that are within
-    rounding of each other may swap, as between any two batch shapes). With `do_sample=True` it is drawn from the full
-    model's distribution.
+    Greedy output is what the full model generates (in float32; in half precision, two likeliest
+    tokens that are within rounding of each other may swap, as between any two batch shapes). With
+    `do_sample=True` it is drawn from the full model's distribution.
 
     Args:
         model: The model that `draft` is a view of.

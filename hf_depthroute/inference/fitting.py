@@ -1,7 +1,7 @@
 """Cheap branches by least squares: a start that already imitates the path it stands in for.
 
-Shapes: B batch, T positions, N tokens, d model width, r branch rank (one more with a bias), O longest n-gram, w width
-of a memory's slots.
+Shapes: B batch, T positions, N tokens, d model width, r branch rank (one more with a bias), O
+longest n-gram, w width of a memory's slots.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..routing.trace import record_routes
 from .calibration import active_routings
 from .restoring import weights_restored_on_error
 
-# On 4 layers of SmolLM2-135M and 13,000 tokens, held-out text is explained best at these, and hardly worse at a fifth
-# or five times as much.
+# On 4 layers of SmolLM2-135M and 13,000 tokens, held-out text is explained best at these, and
+# hardly worse at a fifth or five times as much.
 _RIDGE = 0.02
 _RIDGE_OF_NEURONS = 0.1
 _SHRINK = (1.0, 4.0, 16.0)
@@ -52,22 +52,22 @@ def fit_branch(
 ) -> float:
     """Set a branch so that its output comes close to `y`.
 
-    A branch of neurons takes those with the most energy (`NeuronBranch.choose`). A low-rank branch's `up` gets
-    the directions of `x` from which `y` is predicted best by a linear map of the branch's rank; it stays as it is where
-    there are fewer than two tokens for each of its inputs, and in a SwiGLU branch. What is best is told by `metric`.
-    `down` is then the ridge solution, whatever the metric; of neurons, the penalty is on what is added to the FFN's own
-    output.
+    A branch of neurons takes those with the most energy (`NeuronBranch.choose`). A low-rank
+    branch's `up` gets the directions of `x` from which `y` is predicted best by a linear map of the
+    branch's rank; it stays as it is where there are fewer than two tokens for each of its inputs,
+    and in a SwiGLU branch. What is best is told by `metric`. `down` is then the ridge solution,
+    whatever the metric; of neurons, the penalty is on what is added to the FFN's own output.
 
     Args:
         branch: A `LowRankBranch`, a `SwiGLUBranch` or a `NeuronBranch`.
         x_Nd: The output of its norm, float32.
         y_Nd: The update that it stands in for, float32.
         ridge: Penalty on the weights, as a fraction of the mean squared feature.
-        norms_N: How large the stream behind the full path is; the next norm divides by it, and so the squared error of
-            a row is divided by its square. None: all rows alike.
+        norms_N: How large the stream behind the full path is; the next norm divides by it, and so
+            the squared error of a row is divided by its square. None: all rows alike.
         energy_m: `NeuronBranch.energy` of these rows, where it is known.
-        metric_dd: `L`, where an error `e` costs `|e L|^2`: a branch is too narrow for all of `y`, so it gets what
-            matters. None: all directions alike.
+        metric_dd: `L`, where an error `e` costs `|e L|^2`: a branch is too narrow for all of `y`,
+            so it gets what matters. None: all directions alike.
 
     Returns:
         `sum |y - branch(x)|^2 / sum |y|^2`, both divided so; 0 where there is nothing to imitate.
@@ -110,7 +110,8 @@ def fit_branch(
 
 
 def ridge_of(branch: Any, tokens: int, width: int) -> float:
-    """The penalty of `fit_branch` for text that was not fitted on, from `tokens` tokens of `width` features."""
+    """The penalty of `fit_branch` for text that was not fitted on,
+    from `tokens` tokens of `width` features."""
     if isinstance(branch, NeuronBranch):
         least = _RIDGE_OF_NEURONS
     else:
@@ -119,7 +120,8 @@ def ridge_of(branch: Any, tokens: int, width: int) -> float:
 
 
 def _start(branch: Any, gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-    """The output that least squares departs from no further than the text asks for, in the shape of `cross`.
+    """The output that least squares departs from no further than the text asks for,
+    in the shape of `cross`.
 
     For neurons it is that of the FFN itself, times the factor that fits best; otherwise zero.
     """
@@ -143,9 +145,10 @@ def fit_memory(
 ) -> torch.Tensor:
     """Set a branch's memory so that its update comes close to what the low-rank part misses.
 
-    A slot gets the mean of what is missing where it is hit, shrunk towards nothing: divided by the hits and a constant
-    of `_SHRINK`. One hash after the other takes what the ones before have left, from the shortest n-grams on. All share
-    one projection, the `w` directions in which most is missing.
+    A slot gets the mean of what is missing where it is hit, shrunk towards nothing: divided by the
+    hits and a constant of `_SHRINK`. One hash after the other takes what the ones before have left,
+    from the shortest n-grams on. All share one projection, the `w` directions in which most is
+    missing.
 
     Args:
         memory: The memory; its table and `value` are overwritten.
@@ -154,8 +157,8 @@ def fit_memory(
         chosen_N: Bool, the tokens to fit to; None for all.
 
     Returns:
-        What is still missing, `[N, d]`, where each token is predicted from the others alone: an n-gram that the text
-        holds once is not known because of it.
+        What is still missing, `[N, d]`, where each token is predicted from the others alone: an
+        n-gram that the text holds once is not known because of it.
     """
     slots_NS = memory.slots(ngrams_NO)
     count, width = memory.table.shape
@@ -194,28 +197,30 @@ def fit_branches(
 ) -> dict[int, float]:
     """Set every branch so that `down(silu(up(norm(a))))` comes close to the full path's update.
 
-    Least squares in float64 on calibration tokens, see `fit_branch`; `norm` stays as it is. Errors are relative to the
-    stream behind the full path, as the next norm sees them. Layers are fitted in order, on the stream that the layers
-    before, already fitted, really produce: one pass over the batches per layer. A layer that has been calibrated or
-    trained, or has no gate, is fitted on the tokens that take its cheap path; any other, and one where fewer tokens
-    than the branch has parameters per output do, on all of them. Attention sinks (`norms_and_sinks`) are left out
-    where a gate may run them in full. Nothing is random.
+    Least squares in float64 on calibration tokens, see `fit_branch`; `norm` stays as it is. Errors
+    are relative to the stream behind the full path, as the next norm sees them. Layers are fitted
+    in order, on the stream that the layers before, already fitted, really produce: one pass over
+    the batches per layer. A layer that has been calibrated or trained, or has no gate, is fitted on
+    the tokens that take its cheap path; any other, and one where fewer tokens than the branch has
+    parameters per output do, on all of them. Attention sinks (`norms_and_sinks`) are left out where
+    a gate may run them in full. Nothing is random.
 
     Args:
-        model: A model with one active adapter with a branch and target ffn, attention or block. A memory is fitted to
-            what the low-rank part misses, see `fit_memory`; it is worth more text.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`; a few
-            thousand tokens suffice.
-            They are kept in memory.
+        model: A model with one active adapter with a branch and target ffn, attention or block. A
+            memory is fitted to what the low-rank part misses, see `fit_memory`; it is worth more
+            text.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
+            `[B, T]`; a few thousand tokens suffice. They are kept in memory.
         ridge: Penalty on the weights, as a fraction of the mean squared feature.
 
     Returns:
-        `{layer_index: sum |update - branch|^2 / sum |update|^2}`, relative errors, on the tokens it was fitted on; a
-        branch that adds nothing has 1. Of a memory, what each token would miss had the text not held it counts.
+        `{layer_index: sum |update - branch|^2 / sum |update|^2}`, relative errors, on the tokens it
+        was fitted on; a branch that adds nothing has 1. Of a memory, what each token would miss had
+        the text not held it counts.
 
     Raises:
-        ValueError: No adapter is active, it routes experts, has no branch or one that its gate scales, `ridge` is
-            negative, or `batches` holds no real token.
+        ValueError: No adapter is active, it routes experts, has no branch or one that its gate
+            scales, `ridge` is negative, or `batches` holds no real token.
     """
     routings = active_routings(model)
     config = routings[0].active_config()

@@ -1,4 +1,5 @@
-"""How much each sublayer changes the residual stream, and how much each expert is used: what static dropping goes by.
+"""How much each sublayer changes the residual stream, and how much each expert is used:
+what static dropping goes by.
 
 Shapes: B batch, T positions, d model width, E experts, K experts of a token.
 """
@@ -26,18 +27,22 @@ IMPORTANCE_TARGETS = {"attention": ("h", "a"), "ffn": ("a", "out"), "block": ("h
 
 @torch.no_grad()
 def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) -> dict[int, float]:
-    """`1 - cos(stream before, stream after)`, mean over real tokens, of every decoder layer's attention, FFN or both.
+    """`1 - cos(stream before, stream after)`, mean over real tokens,
+    of every decoder layer's attention, FFN or both.
 
-    With `a` the stream after the attention's update: `"attention"` compares `h` with `a`, `"ffn"` `a` with `out`,
-    `"block"` `h` with `out`, whatever the layout. A routed model is measured as its base.
+    With `a` the stream after the attention's update: `"attention"` compares `h` with `a`, `"ffn"`
+    `a` with `out`, `"block"` `h` with `out`, whatever the layout. A routed model is measured as its
+    base.
 
     Args:
         model: A transformers model of a supported family, or a `PeftModel` around one.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
+            `[B, T]`.
         target: `"attention"`, `"ffn"` or `"block"`.
 
     Returns:
-        `{layer_index: importance}` of all decoder layers; 0 for a layer that changes nothing, at most 2.
+        `{layer_index: importance}` of all decoder layers; 0 for a layer that changes nothing, at
+        most 2.
 
     Raises:
         ValueError: `target` is none of the three, or `batches` holds no real token.
@@ -80,17 +85,19 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
 def expert_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[int, torch.Tensor]:
     """The routing weight that each expert of a mixture-of-experts base gets, mean over real tokens.
 
-    A token gives its weight to the K experts that it is assigned to, and nothing to the others; the size of their
-    outputs is not looked at, because that would take a second run of every expert. A routed model is measured as its
-    base.
+    A token gives its weight to the K experts that it is assigned to, and nothing to the others; the
+    size of their outputs is not looked at, because that would take a second run of every expert. A
+    routed model is measured as its base.
 
     Args:
-        model: A transformers model of a supported family with MoE layers, or a `PeftModel` around one.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
+        model: A transformers model of a supported family with MoE layers, or a `PeftModel` around
+            one.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
+            `[B, T]`.
 
     Returns:
-        `{layer_index: importance [E]}` of the MoE layers, float64 on the CPU. A layer's sum is the mean total weight
-        of a token: 1 where the family normalises it.
+        `{layer_index: importance [E]}` of the MoE layers, float64 on the CPU. A layer's sum is the
+        mean total weight of a token: 1 where the family normalises it.
 
     Raises:
         ValueError: The model has no MoE layer, or `batches` holds no real token.
@@ -114,7 +121,8 @@ def expert_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[int, t
 
 
 def least_important(importance: Mapping[int, float], count: int) -> list[int]:
-    """The `count` layers with the lowest importance, in ascending layer order; ties go to the earlier layer.
+    """The `count` layers with the lowest importance, in ascending layer order;
+    ties go to the earlier layer.
 
     Raises:
         ValueError: There are fewer layers, or `count` is negative.

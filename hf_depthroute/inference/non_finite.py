@@ -1,7 +1,8 @@
 """Whether a model computes finite numbers, and where it first does not.
 
-Finite weights can do it: a branch of 1e38 overflows. Greedy decoding then takes any token without a word, and sampling
-ends in an error about probabilities. Nothing here waits for the device inside a forward pass.
+Finite weights can do it: a branch of 1e38 overflows. Greedy decoding then takes any token without a
+word, and sampling ends in an error about probabilities. Nothing here waits for the device inside a
+forward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class NonFiniteError(OneLine, RuntimeError):
 
 @contextmanager
 def finite_logits(model: Any) -> Iterator[None]:
-    """Raise at the end of the block if a forward pass inside it gave logits that are NaN or infinite.
+    """Raise at the end of the block if a forward pass inside it gave logits that are
+    NaN or infinite.
 
     Until then such logits count as zero, so that sampling goes on.
 
@@ -35,7 +37,8 @@ def finite_logits(model: Any) -> Iterator[None]:
         model: A `PeftModel` of a causal language model.
 
     Raises:
-        NonFiniteError: With the first layer whose output is not finite, in another pass over the same tokens.
+        NonFiniteError: With the first layer whose output is not finite, in another pass over the
+            same tokens.
     """
     base: Any = model.get_base_model()
     # Token ids [B, T], and whether it went wrong, on the device.
@@ -60,7 +63,8 @@ def finite_logits(model: Any) -> Iterator[None]:
 
 
 def _up_to(passes: Sequence[torch.Tensor], last: int) -> torch.Tensor:
-    """The ids that the model had read by pass `last`; after the prompt, each pass reads one token."""
+    """The ids that the model had read by pass `last`; after the prompt,
+    each pass reads one token."""
     first = last
     while (
         first > 0
@@ -85,7 +89,10 @@ def _where(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> str:
         place = "the logits are not finite, and no layer's output is the first"
     else:
         place = found
-    return f"{place}; train the adapter again, or use --dtype float32 if the base is loaded in a narrower one"
+    return (
+        f"{place}; train the adapter again, or use --dtype float32 if the base is loaded in a "
+        "narrower one"
+    )
 
 
 @torch.no_grad()
@@ -94,7 +101,8 @@ def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tens
 
     Args:
         model: As `finite_logits`.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
+            `[B, T]`.
     """
     base: Any = model.get_base_model()
     layers = stack_of(base).layers

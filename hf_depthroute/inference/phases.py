@@ -13,12 +13,13 @@ from .calibration import active_routings
 def set_phases(model: nn.Module, phases: str) -> None:
     """Change at run time what inference routes, without retraining; saved with the adapter.
 
-    With `"prefill"`, of every forward pass the last real tokens of each sequence run in full, one or as many as
-    `prompt_tail`, and the tokens before them are routed as with `"all"`. A decoding step, one token per sequence,
-    therefore runs as the base does, without gate and branch. Neither padding nor packing changes which tokens these
-    are, as long as the model is told of them. Where a prompt enters in chunks, the last tokens of each chunk run in
-    full; where more drafted tokens are verified at once, those before the last are routed. Calibration is the same with
-    both; training, and the loss of a text, look at what stands behind prompts (`training.prompts`,
+    With `"prefill"`, of every forward pass the last real tokens of each sequence run in full, one
+    or as many as `prompt_tail`, and the tokens before them are routed as with `"all"`. A decoding
+    step, one token per sequence, therefore runs as the base does, without gate and branch. Neither
+    padding nor packing changes which tokens these are, as long as the model is told of them. Where
+    a prompt enters in chunks, the last tokens of each chunk run in full; where more drafted tokens
+    are verified at once, those before the last are routed. Calibration is the same with both;
+    training, and the loss of a text, look at what stands behind prompts (`training.prompts`,
     `evaluate_budgets`).
 
         set_phases(model, "prefill")
@@ -28,8 +29,8 @@ def set_phases(model: nn.Module, phases: str) -> None:
         phases: `"all"` or `"prefill"`.
 
     Raises:
-        ConfigError: `phases` is neither, or is `"prefill"` for an adapter that decides about whole sequences, or for
-            target memory.
+        ConfigError: `phases` is neither, or is `"prefill"` for an adapter that decides about whole
+            sequences, or for target memory.
         ValueError: No routed layer is active.
     """
     configs = [routing.active_config() for routing in active_routings(model)]

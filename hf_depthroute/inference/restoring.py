@@ -1,4 +1,5 @@
-"""Snapshots of the router state that calibration, evaluation and fits change; it is restored however they end."""
+"""Snapshots of the router state that calibration, evaluation and fits change;
+it is restored however they end."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ..routing.stack import one_change, routings_of
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Put the active adapter's budget, quantile tables and controllers back at the end of the block."""
+    """Put the active adapter's budget, quantile tables and controllers back at the
+    end of the block."""
     with one_change(model):
         undo = snapshot(model)
         try:
@@ -25,7 +27,8 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_on_error(model: nn.Module) -> Iterator[None]:
-    """The same only where the block raises, and the choice of executors and every module's mode, too."""
+    """The same only where the block raises, and the choice of executors and every
+    module's mode, too."""
     undo = snapshot(model)
     tuned = [(routing, routing.tuned) for routing in routings_of(model)]
     modes = [(module, module.training) for module in model.modules()]
@@ -55,7 +58,8 @@ def weights_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
-    """A function that puts the active adapter's budget, quantile tables and controllers back as they are now."""
+    """A function that puts the active adapter's budget,
+    quantile tables and controllers back as they are now."""
     routings: list[Routing] = [
         routing for routing in routings_of(model) if routing.adapter() is not None
     ]

@@ -20,7 +20,10 @@ _NOTHING = 1e-30
 
 
 class RandomGate(Gate):
-    """A fixed random projection: what routing is worth when nothing was learned. Nothing here trains."""
+    """A fixed random projection: what routing is worth when nothing was learned.
+
+    Nothing here trains.
+    """
 
     scores_experts = True
 
@@ -42,7 +45,10 @@ class RandomGate(Gate):
 
 
 class ExitGate(Gate):
-    """Early exit: `u = -max softmax(head(norm(h)))`. A token that the LM head is sure of leaves; nothing trains."""
+    """Early exit: `u = -max softmax(head(norm(h)))`.
+
+    A token that the LM head is sure of leaves; nothing trains.
+    """
 
     called = "early exit"
     targets = ("block",)
@@ -70,10 +76,12 @@ class ExitGate(Gate):
 
 
 class SinkGate(Gate):
-    """`u = ln(rms(h) / bound)`: attention sinks run in full, every other token takes the cheap path. Nothing trains.
+    """`u = ln(rms(h) / bound)`: attention sinks run in full,
+    every other token takes the cheap path. Nothing trains.
 
-    The stream of a few tokens, such as a sequence's first, is 100 times as large as that of the rest (Sun et al.,
-    "Massive Activations in Large Language Models", arXiv:2402.17762). Later tokens find them by it.
+    The stream of a few tokens, such as a sequence's first, is 100 times as large as that of the
+    rest (Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762). Later
+    tokens find them by it.
     """
 
     called = "the gate of attention sinks"
@@ -96,7 +104,8 @@ class SinkGate(Gate):
         }
 
     def set_bound(self, stream_Nd: torch.Tensor) -> None:
-        """Half-way, on a logarithmic scale, between the sinks in the stream and its other tokens."""
+        """Half-way, on a logarithmic scale, between the sinks in the stream and
+        its other tokens."""
         sizes_N, sinks_N = norms_and_sinks(stream_Nd)
         sizes_N = rows_of_all(sizes_N)
         sinks_N = rows_of_all(sinks_N)

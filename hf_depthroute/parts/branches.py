@@ -1,7 +1,7 @@
 """Cheap branches: the update of a skipped token in place of the FFN's.
 
-The low-rank branch with its own norm is that of "Revisiting Auxiliary Losses for Conditional Depth Routing: An
-Empirical Study" (arXiv:2604.17228).
+The low-rank branch with its own norm is that of "Revisiting Auxiliary Losses for Conditional Depth
+Routing: An Empirical Study" (arXiv:2604.17228).
 
 Shapes: N rows, d model width, r rank.
 """
@@ -22,7 +22,8 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TransientCache(dict[Any, Any]):
-    """A cache of values computed from weights and settings; copies and pickles of a model start with an empty one."""
+    """A cache of values computed from weights and settings;
+    copies and pickles of a model start with an empty one."""
 
     def __reduce__(self) -> tuple[type[TransientCache], tuple[()]]:
         return TransientCache, ()
@@ -31,9 +32,9 @@ class TransientCache(dict[Any, Any]):
 def version_key(*tensors: torch.Tensor | None) -> tuple[tuple[int, int], ...] | None:
     """Changes with a write that PyTorch counts; None if nothing may be kept.
 
-    A write through `tensor.data`, by NumPy or by a fused optimizer is not counted. So what is kept serves one prompt
-    and its generation (`Routing.forget_prepared`). Graphs of a compiler and captured ones read long after: they keep
-    nothing.
+    A write through `tensor.data`, by NumPy or by a fused optimizer is not counted. So what is kept
+    serves one prompt and its generation (`Routing.forget_prepared`). Graphs of a compiler and
+    captured ones read long after: they keep nothing.
     """
     if torch.compiler.is_compiling():
         return None
@@ -63,7 +64,8 @@ class Deriving(nn.Module):
     def derived(
         self, make: Callable[[], T], kind: Any, *tensors: torch.Tensor | None, keeps: bool = True
     ) -> T:
-        """`make()`, or what it was for this `kind` while `tensors` are the same; nothing stays unless it `keeps`."""
+        """`make()`, or what it was for this `kind` while `tensors` are the same;
+        nothing stays unless it `keeps`."""
         if not keeps or self.training or torch.is_grad_enabled():
             return make()
         now = version_key(*tensors)
@@ -79,10 +81,12 @@ class Deriving(nn.Module):
 class MixedLinear(Deriving, nn.Linear):
     """A linear map that computes in its input's dtype whatever dtype its weights are stored in.
 
-    PEFT keeps trainable adapter weights in float32 over a bfloat16 base. Casting the weight instead of the input keeps
-    the matmul in the base's dtype (several times faster on CPUs and GPUs), with float32 master weights.
+    PEFT keeps trainable adapter weights in float32 over a bfloat16 base. Casting the weight instead
+    of the input keeps the matmul in the base's dtype (several times faster on CPUs and GPUs), with
+    float32 master weights.
 
-    Inference keeps the cast weights: casting them in every step of a generation costs as much as multiplying with them.
+    Inference keeps the cast weights: casting them in every step of a generation costs as much as
+    multiplying with them.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,15 +109,18 @@ class MixedLinear(Deriving, nn.Linear):
 
 
 class LowRankBranch(nn.Module):
-    """`FFN_cheap(LN_cheap(a)) = W_down SiLU(W_up LN_cheap(a))`, with `W_down = 0` at first: an identity residual.
+    """`FFN_cheap(LN_cheap(a)) = W_down SiLU(W_up LN_cheap(a))`, with `W_down = 0` at first:
+    an identity residual.
 
     Args:
-        norm: The norm before the routed part, copied: same kind, same starting values, its own parameters.
+        norm: The norm before the routed part, copied: same kind, same starting values, its own
+            parameters.
         width: `d`.
         rank: `r`.
         bias: Whether the linear maps have a bias; they do when the base FFN's do.
-        copy_values: False where nothing before the routed part is normed (post-norm layers): `norm` is the one
-            after it, and only its kind is copied; the values start at one, a bias at zero.
+        copy_values: False where nothing before the routed part is normed (post-norm layers): `norm`
+            is the one after it, and only its kind is copied; the values start at one, a bias at
+            zero.
     """
 
     def __init__(
@@ -154,7 +161,8 @@ class LowRankBranch(nn.Module):
         return F.silu(self.up(x))
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`, in few operators."""
+        """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`,
+        in few operators."""
         up, up_bias = self.up.cast(dtype)
         down, down_bias = self.down.cast(dtype)
         if isinstance(self.norm, RMSNorm):
@@ -165,7 +173,8 @@ class LowRankBranch(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x^2) + eps) * w` in float32, as one call; norms of transformers take seven operators."""
+    """`x / sqrt(mean(x^2) + eps) * w` in float32, as one call;
+    norms of transformers take seven operators."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -212,7 +221,8 @@ def copy_norm(norm: Any) -> nn.Module:
 
 
 def _known_values(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """A float32 copy; of a parameter without values (on the meta device), a norm's usual starting values."""
+    """A float32 copy; of a parameter without values (on the meta device),
+    a norm's usual starting values."""
     if parameter.is_meta:
         if name == "bias":
             start = 0.0

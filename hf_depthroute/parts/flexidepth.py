@@ -1,4 +1,5 @@
-"""The gate and the branch of FlexiDepth: "Adaptive Layer-skipping in Pre-trained LLMs" (arXiv:2503.23798).
+"""The gate and the branch of FlexiDepth: "Adaptive Layer-skipping in Pre-trained LLMs"
+(arXiv:2503.23798).
 
 With the norms of the base's layer `LN1` (before the attention) and `LN2` (before the FFN):
 
@@ -6,8 +7,9 @@ With the norms of the base's layer `LN1` (before the attention) and `LN2` (befor
     p > 1/2:   a = h + attention(LN1(h));   h <- a + p FFN(LN2(a))
     else:      h <- h + (1 - p) W_down (SiLU(W_gate y) * W_up y),   y = LN2(h)
 
-The keys and values of every token are written. The paper leaves the order of norm and tanh, and what `p` multiplies,
-to its code; here both are as the published checkpoint (xuan-luo/FlexiDepth-Llama-3-8B-Instruct) needs them.
+The keys and values of every token are written. The paper leaves the order of norm and tanh, and
+what `p` multiplies, to its code; here both are as the published checkpoint
+(xuan-luo/FlexiDepth-Llama-3-8B-Instruct) needs them.
 
 Shapes: B batch, T positions, d model width, b bottleneck width, r branch width.
 """
@@ -26,10 +28,11 @@ _REDUCTION = 16  # of the model's width in the bottleneck, of the FFN's in the b
 
 
 class BottleneckGate(Gate):
-    """`u = W_head W_dec tanh(RMSNorm(W_enc x))`, with a bottleneck of `d/16` by default and no biases.
+    """`u = W_head W_dec tanh(RMSNorm(W_enc x))`, with a bottleneck of `d/16` by
+    default and no biases.
 
-    `p` multiplies the FFN's update of a token that runs, `1 - p` the branch's of one that does not: so the
-    language-model loss reaches the gate.
+    `p` multiplies the FFN's update of a token that runs, `1 - p` the branch's of one that does not:
+    so the language-model loss reaches the gate.
     """
 
     sizes = ("gate_hidden",)
@@ -67,7 +70,8 @@ class BottleneckGate(Gate):
 
 
 class SwiGLUBranch(LowRankBranch):
-    """`W_down (SiLU(W_gate y) * W_up y)` with `y = LN(a)`: a small FFN, by default a sixteenth of the base's.
+    """`W_down (SiLU(W_gate y) * W_up y)` with `y = LN(a)`: a small FFN,
+    by default a sixteenth of the base's.
 
     Arguments and start are those of `LowRankBranch`.
     """
@@ -104,5 +108,6 @@ class SwiGLUBranch(LowRankBranch):
 
 
 def default_width(ffn_width: int) -> int:
-    """`r` where the configuration names none: a sixteenth of the FFN's width, as in arXiv:2503.23798."""
+    """`r` where the configuration names none: a sixteenth of the FFN's width,
+    as in arXiv:2503.23798."""
     return max(1, ffn_width // _REDUCTION)

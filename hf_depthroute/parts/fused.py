@@ -1,11 +1,14 @@
-"""A gate and a branch that read the same RMS norm, fused: their first maps are one product, for decoding on a CPU.
+"""A gate and a branch that read the same RMS norm, fused: their first maps are one product,
+for decoding on a CPU.
 
 With `x / rms(x)` before both, norms with weights `v` and `w` fold into the maps that follow:
 
-    y = [W_gate diag(v); W_up diag(w)] x / rms(x) + b;   u = w2 . SiLU(y_gate) + b2;   cheap = W_down SiLU(y_up)
+    y = [W_gate diag(v); W_up diag(w)] x / rms(x) + b;   u = w2 . SiLU(y_gate) + b2;   cheap =
+    W_down SiLU(y_up)
 
-One operator less is worth more than the bytes of float32 weights at the widths where a step is short. Rounding differs
-from that of the maps one by one. A branch of neurons has many rows and stays apart: the gate alone is folded then.
+One operator less is worth more than the bytes of float32 weights at the widths where a step is
+short. Rounding differs from that of the maps one by one. A branch of neurons has many rows and
+stays apart: the gate alone is folded then.
 
 Shapes: B batch, d model width, g rows of the gate, r branch rank.
 """
@@ -28,7 +31,8 @@ SHARED_ROWS = 16  # with more of them, a whole intermediate takes longer than re
 
 
 class FusedGateBranch:
-    """Scores and cheap updates of one new token per sequence, in float32, from copies of the weights as they are now.
+    """Scores and cheap updates of one new token per sequence, in float32,
+    from copies of the weights as they are now.
 
     Args:
         scale: The weight of the norm that the gate reads, `[d]`.
@@ -81,7 +85,8 @@ class FusedGateBranch:
         ffn: TensorMap,
         normed: Tensor | None = None,
     ) -> tuple[Tensor, list[int]]:
-        """The stream after the FFN at the rows whose score reaches `threshold`, after the branch at the others.
+        """The stream after the FFN at the rows whose score reaches `threshold`,
+        after the branch at the others.
 
         Args:
             a: Before the FFN, `[B, 1, d]`; it may be overwritten.
@@ -115,7 +120,8 @@ class FusedGateBranch:
         return a.add_(update.index_copy_(0, index, full.to(update.dtype))), chosen
 
     def scores(self, a: Tensor) -> tuple[list[float], Tensor]:
-        """The score of every row of `a`, `[B, 1, d]`, on the host; and what `cheap` reads, float32 `[B, g + r]`."""
+        """The score of every row of `a`, `[B, 1, d]`, on the host; and what `cheap` reads,
+        float32 `[B, g + r]`."""
         x = a.view(-1, a.shape[-1]).float()
         # Three calls without a matrix, whose operators cost more than their arithmetic.
         if len(x) == 1:
@@ -139,7 +145,8 @@ class FusedGateBranch:
         return [score + self._out_bias for score in found], y
 
     def cheap(self, y: Tensor, a: Tensor) -> Tensor | None:
-        """The branch's updates, `[B, 1, d]`, from what `scores` returned for `a`; None without a branch."""
+        """The branch's updates, `[B, 1, d]`, from what `scores` returned for `a`;
+        None without a branch."""
         if self._neurons is not None:
             return self._neurons(a)
         if self._down is None:

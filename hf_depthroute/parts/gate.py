@@ -1,4 +1,5 @@
-"""`Gate`: the base class of gates, and what a gate declares, so that no other code compares their names.
+"""`Gate`: the base class of gates, and what a gate declares,
+so that no other code compares their names.
 
 And what gates share: their sizes, the float32 score head, and a gate as data.
 
@@ -29,7 +30,8 @@ class GateSizes(Protocol):
 
 
 class ScoreMaps(NamedTuple):
-    """A gate as `u = out . SiLU(weight x + bias) + out_bias`; without `out`, `u` is the one row of the first map.
+    """A gate as `u = out . SiLU(weight x + bias) + out_bias`; without `out`,
+    `u` is the one row of the first map.
 
     Attributes:
         weight: `[g, d]`.
@@ -45,7 +47,8 @@ class ScoreMaps(NamedTuple):
 
 
 class ScoreHead(nn.Linear):
-    """Float32 scores, also under autocast and over a bfloat16 model: `u = W x + b`, one per row of `W`."""
+    """Float32 scores, also under autocast and over a bfloat16 model: `u = W x + b`,
+    one per row of `W`."""
 
     def __init__(self, features: int, outputs: int = 1, bias: bool = True) -> None:
         super().__init__(features, outputs, bias=bias)
@@ -66,11 +69,13 @@ class ScoreHead(nn.Linear):
         weight = self.weight.float().squeeze(0)
         if self.bias is None:
             return torch.mv(rows, weight).view(x.shape[:-1])
-        # Not `len(rows)`: an exported program of any length must not take this one for the only length.
+        # Not `len(rows)`: an exported program of any length must not take this one for the only
+        # length.
         return torch.addmv(self.bias.float().expand(rows.shape[0]), rows, weight).view(x.shape[:-1])
 
     def for_decoding(self) -> TensorMap:
-        """The one score of each row, `[B, 1, features] -> [B]`, with the weights as they are now."""
+        """The one score of each row, `[B, 1, features] -> [B]`,
+        with the weights as they are now."""
         weight = self.weight.detach().float().squeeze(0)
         if self.bias is None:
             return lambda x: torch.mv(x.float().view(-1, x.shape[-1]), weight)
@@ -79,12 +84,15 @@ class ScoreHead(nn.Linear):
 
 
 def default_hidden(width: int, divisor: int = 4) -> int:
-    """Hidden width of a gate where the configuration names none; `d/4` in the MLP gate, as in arXiv:2604.17228."""
+    """Hidden width of a gate where the configuration names none; `d/4` in the MLP gate,
+    as in arXiv:2604.17228."""
     return max(1, width // divisor)
 
 
 class Gate(nn.Module, ABC):
-    """From the residual stream to one score per token. A subclass overrides the declarations that are not its own.
+    """From the residual stream to one score per token.
+
+    A subclass overrides the declarations that are not its own.
 
     Args:
         width: `d`.
@@ -95,26 +103,32 @@ class Gate(nn.Module, ABC):
         outputs: Names of its outputs besides the scores, kept in the trace.
         sizes: Fields of `DepthRouteConfig` that set how many weights it has.
         called: How messages name it.
-        targets: The rows of `TARGETS` that it decides on; empty for all (of experts, `scores_experts` has a say too).
-        granularities: What one of its decisions may cover, `"token"` or `"sequence"`; empty for both.
+        targets: The rows of `TARGETS` that it decides on; empty for all (of experts,
+            `scores_experts` has a say too).
+        granularities: What one of its decisions may cover, `"token"` or `"sequence"`; empty for
+            both.
         scores_experts: Whether it can return one score per expert, `[B, T, E]`.
         selections: The rules that it can train with; empty for all.
-        default_selection: The training rule where the configuration names none. Where tokens are not ranked (whole
-            sequences, a global budget), `"threshold"` stands in for `"topk"`.
-        default_threshold: The score that a token has to reach where the configuration names neither rule nor
-            threshold; None: what the budget asks for.
+        default_selection: The training rule where the configuration names none. Where tokens are
+            not ranked (whole sequences, a global budget), `"threshold"` stands in for `"topk"`.
+        default_threshold: The score that a token has to reach where the configuration names neither
+            rule nor threshold; None: what the budget asks for.
         default_temperature: `tau` in `p = sigmoid(u / tau)`, where the configuration names none.
         reads: The `gate_input` that it always has; None for the configuration's.
-        spares_layer_0: It never routes layer 0; where the configuration names no layers, it routes all others.
+        spares_layer_0: It never routes layer 0; where the configuration names no layers, it routes
+            all others.
         static: It decides nothing: every token takes the cheap path, and the budget has no say.
         exits: A token that takes the cheap path takes it in every later layer, too.
         reads_logits: `connect` gives it the final norm and the LM head.
-        predicts_outcomes: It is trained on the outcomes of both paths, `z_full` and `z_cheap` in the trace, seen
-            through a `TargetProjection`.
-        soft: `p` weighs the two paths in inference, too: nothing is compared with a threshold, and no budget is held.
-        scales_sublayers: `p` multiplies the update of each sublayer (arXiv:2605.05222), not that of the full path.
-        scales_ffn: `p` multiplies the update of a block's FFN, for a token that runs, and `1 - p` the branch's, for one
-            that does not; the attention's update is as it is (arXiv:2503.23798).
+        predicts_outcomes: It is trained on the outcomes of both paths, `z_full` and `z_cheap` in
+            the trace, seen through a `TargetProjection`.
+        soft: `p` weighs the two paths in inference, too: nothing is compared with a threshold, and
+            no budget is held.
+        scales_sublayers: `p` multiplies the update of each sublayer (arXiv:2605.05222), not that of
+            the full path.
+        scales_ffn: `p` multiplies the update of a block's FFN, for a token that runs, and `1 - p`
+            the branch's, for one that does not; the attention's update is as it is
+            (arXiv:2503.23798).
         is_fitted: `fit_router` can fit it, by its `fit`.
         hidden_divisor: The default of `gate_hidden` is the model's width divided by it.
     """
@@ -154,7 +168,8 @@ class Gate(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, a: torch.Tensor) -> GateOutput:
-        """`"scores"`, float32 `[B, T]` or per expert `[B, T, E]`, of `a` `[B, T, d]`; and its `outputs` by name."""
+        """`"scores"`, float32 `[B, T]` or per expert `[B, T, E]`, of `a` `[B, T, d]`;
+        and its `outputs` by name."""
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the weights from `generator`; here, those of linear maps."""
@@ -163,7 +178,8 @@ class Gate(nn.Module, ABC):
                 reset_linear(linear, generator)
 
     def weights_per_token(self) -> int:
-        """Weights that one decision multiplies with, biases left out; here, those of linear maps."""
+        """Weights that one decision multiplies with, biases left out; here,
+        those of linear maps."""
         return sum(
             linear.weight.numel() for linear in self.children() if isinstance(linear, nn.Linear)
         )
@@ -189,9 +205,11 @@ class Gate(nn.Module, ABC):
         raise NotImplementedError(f"{type(self).__name__} is not fitted")
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        """The gate with its weights as they are now, in `dtype`: `[B, 1, d] -> [B]`, in as few operators as it can."""
+        """The gate with its weights as they are now, in `dtype`: `[B, 1, d] -> [B]`,
+        in as few operators as it can."""
         return lambda a: self(a)["scores"].view(-1)
 
     def score_maps(self) -> ScoreMaps | None:
-        """The gate as data, for one score per token; None if it is not two linear maps with a SiLU between, or one."""
+        """The gate as data, for one score per token; None if it is not two linear maps with a SiLU
+        between, or one."""
         return None

@@ -1,13 +1,15 @@
 """Gates: from the residual stream to one score per token.
 
-Shapes: B batch, T positions, d model width. Scores are float32 whatever the model's dtype. Adding a gate is one class
-and one row of `GATES`, from this package or from another one. What a class may declare stands in `gate.Gate`.
+Shapes: B batch, T positions, d model width. Scores are float32 whatever the model's dtype. Adding a
+gate is one class and one row of `GATES`, from this package or from another one. What a class may
+declare stands in `gate.Gate`.
 
-The MLP and the JEPA gate (G1, G3) are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
-Study" (arXiv:2604.17228); the linear gate is that of "Router-Tuning: A Simple and Effective Approach for Enabling
-Dynamic-Depth in Transformers" (arXiv:2410.13184); the halting gate that of "Adaptive Computation Depth via Learned
-Token Routing in Transformers" (arXiv:2605.05222), Token-Selective Attention (TSA); that of FlexiDepth is in
-`flexidepth`, the memory's in `memory`.
+The MLP and the JEPA gate (G1, G3) are those of "Revisiting Auxiliary Losses for Conditional Depth
+Routing: An Empirical Study" (arXiv:2604.17228); the linear gate is that of "Router-Tuning: A Simple
+and Effective Approach for Enabling Dynamic-Depth in Transformers" (arXiv:2410.13184); the halting
+gate that of "Adaptive Computation Depth via Learned Token Routing in Transformers"
+(arXiv:2605.05222), Token-Selective Attention (TSA); that of FlexiDepth is in `flexidepth`, the
+memory's in `memory`.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class MLPGate(Gate):
         seed: int,
         always_Sd: torch.Tensor | None = None,
     ) -> None:
-        """In closed form (`fit_scores`, from random directions), then by `_STEPS` steps of gradient descent."""
+        """In closed form (`fit_scores`, from random directions),
+        then by `_STEPS` steps of gradient descent."""
         fit_scores(self.hidden, self.score, a_Nd, y_N, seed, always_Sd)
         apart = always_Sd is not None and self.hidden.out_features > 1
         units = self.hidden.out_features - apart
@@ -72,7 +75,8 @@ class MLPGate(Gate):
 class JEPAGate(Deriving, Gate):
     """G3: predict the outcome of both paths in a small latent space, then score the difference.
 
-        c = W_c sg(a) + b;   q_x = P([c; e_x]) for x in (full, cheap);   u = D([q_full, q_cheap, q_full - q_cheap])
+        c = W_c sg(a) + b;   q_x = P([c; e_x]) for x in (full, cheap);   u = D([q_full, q_cheap,
+        q_full - q_cheap])
 
     `P` and `D` are Linear, SiLU, Linear with hidden width `summary_dim`.
     """
@@ -98,7 +102,8 @@ class JEPAGate(Deriving, Gate):
     def weights_per_token(self) -> int:
         """As in the other gates, with the predictor once per action, as its study counts.
 
-        Inference folds what depends on the action alone, and the difference, and multiplies with about a third less.
+        Inference folds what depends on the action alone, and the difference, and multiplies with
+        about a third less.
         """
         return (
             super().weights_per_token()
@@ -130,10 +135,12 @@ class JEPAGate(Deriving, Gate):
         return scores
 
     def _shared(self, x: torch.Tensor, context_map: torch.Tensor) -> torch.Tensor:
-        """The context's part of P's first map, the same for both actions: `[B, T, d] -> [B, T, 1, summary_dim]`."""
+        """The context's part of P's first map, the same for both actions:
+        `[B, T, d] -> [B, T, 1, summary_dim]`."""
         if not self.training:
             return F.linear(self.context(x), context_map.to(x.dtype))[..., None, :]
-        # No nonlinearity in between: over the many tokens of a training batch, one map is cheaper than two.
+        # No nonlinearity in between: over the many tokens of a training batch, one map is cheaper
+        # than two.
         with torch.autocast(x.device.type, enabled=False):
             weight = context_map @ self.context.weight
             bias = context_map @ self.context.bias
@@ -143,8 +150,9 @@ class JEPAGate(Deriving, Gate):
         """The maps with the action embeddings folded in, for input like `a`.
 
         Returns:
-            The context's part of P's first map; the actions' part, `[2, summary_dim]`, row 0 full, row 1 cheap; D's
-            first map, linear in the difference: `W1 q_full + W2 q_cheap + W3 (q_full - q_cheap)`, and its bias.
+            The context's part of P's first map; the actions' part, `[2, summary_dim]`, row 0 full,
+            row 1 cheap; D's first map, linear in the difference:
+            `W1 q_full + W2 q_cheap + W3 (q_full - q_cheap)`, and its bias.
         """
         predict = self.predict_hidden
         decide = self.decide_hidden
@@ -168,7 +176,10 @@ class JEPAGate(Deriving, Gate):
 
 
 class LinearGate(Gate):
-    """Router-Tuning: `u = W x`, one row, no bias. Starts at `p = 1/2`, which is dense where the threshold is 0."""
+    """Router-Tuning: `u = W x`, one row, no bias.
+
+    Starts at `p = 1/2`, which is dense where the threshold is 0.
+    """
 
     has_bias = False
     scores_experts = True
@@ -194,7 +205,8 @@ class LinearGate(Gate):
 
 
 class AffineGate(LinearGate):
-    """`u = W x + b`, one row: the linear gate with a bias, so that scores of several layers can be compared.
+    """`u = W x + b`, one row: the linear gate with a bias,
+    so that scores of several layers can be compared.
 
     It follows the budget like the MLP gate.
     """
@@ -219,7 +231,8 @@ class AffineGate(LinearGate):
     ) -> None:
         """Ridge regression of `y`, in closed form.
 
-        The tokens that have to run in full are rows with a `y` of 30, which weigh a tenth of the others together.
+        The tokens that have to run in full are rows with a `y` of 30, which weigh a tenth of the
+        others together.
         """
         rows = [(a_Nd, y_N, 1.0)]
         if always_Sd is not None:
@@ -238,7 +251,10 @@ class AffineGate(LinearGate):
 
 
 class HaltingGate(Gate):
-    """TSA: the score is minus the halting logit, `u = -(W2 ReLU(W1 h + b1) + b2)`. `b2 = -1`: it starts active."""
+    """TSA: the score is minus the halting logit, `u = -(W2 ReLU(W1 h + b1) + b2)`.
+
+    `b2 = -1`: it starts active.
+    """
 
     sizes = ("gate_hidden",)
     called = "the halting gate"
@@ -282,7 +298,10 @@ GATES: dict[str, type[Gate]] = {
 
 
 class TargetProjection(nn.Linear):
-    """`T: d -> summary_dim`, orthogonal, without bias, frozen: `z = sg(T(h))`. One per adapter, for all its layers."""
+    """`T: d -> summary_dim`, orthogonal, without bias, frozen: `z = sg(T(h))`.
+
+    One per adapter, for all its layers.
+    """
 
     def __init__(self, width: int, summary_dim: int) -> None:
         super().__init__(width, summary_dim, bias=False)

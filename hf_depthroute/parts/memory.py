@@ -1,18 +1,21 @@
-"""Conditional memory: hashed n-grams of the token ids look up trained slots, and a gate weighs what they hold.
+"""Conditional memory: hashed n-grams of the token ids look up trained slots,
+and a gate weighs what they hold.
 
-"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" (FARS,
-Analemma; gitlab.com/fars-a/counterfactual-gate-supervision), equations 1 and 2. The suffix n-grams of the orders 2 to
-N are hashed by K heads each; the slots that they hit, concatenated, are `e`:
+"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional
+Memory" (FARS, Analemma; gitlab.com/fars-a/counterfactual-gate-supervision), equations 1 and 2. The
+suffix n-grams of the orders 2 to N are hashed by K heads each; the slots that they hit,
+concatenated, are `e`:
 
     k = W_K e;   v = W_V e;   alpha = sigmoid(RMSNorm(h) . RMSNorm(k) / sqrt(d));   h <- h + alpha v
 
 As a cheap branch (`branch="memory"`) the orders begin at 1, and `v` is added without a gate.
 
-An n-gram ends at its token and never reaches into padding or into the document before: what would lie there counts as
-one reserved token, as n-gram models pad a sentence's start. What follows padding in a later call, over the KV cache,
-goes on with the last real token.
+An n-gram ends at its token and never reaches into padding or into the document before: what would
+lie there counts as one reserved token, as n-gram models pad a sentence's start. What follows
+padding in a later call, over the KV cache, goes on with the last real token.
 
-Shapes: B batch, T positions, N longest order, S hashes, K of every order, w slot width, E = S w, d model width.
+Shapes: B batch, T positions, N longest order, S hashes, K of every order, w slot width, E = S w, d
+model width.
 """
 
 from __future__ import annotations
@@ -78,7 +81,8 @@ def suffixes(
         starts_BT: Bool, true where a document starts after another one.
 
     Returns:
-        Int64 `[B, T, N]`: ids, `MISSING` where a document has none, `EARLIER` where this call does not hold it.
+        Int64 `[B, T, N]`: ids, `MISSING` where a document has none, `EARLIER` where this call does
+        not hold it.
     """
     newest = ids_BT.long()
     cut = starts_BT
@@ -96,7 +100,8 @@ def suffixes(
 
 
 def continued(ngrams_BTN: torch.Tensor, before_BM: torch.Tensor) -> torch.Tensor:
-    """`suffixes` of a call that goes on where another ended, whose last `M = N - 1` tokens are given, newest first."""
+    """`suffixes` of a call that goes on where another ended,
+    whose last `M = N - 1` tokens are given, newest first."""
     if ngrams_BTN.shape[1] == 1:  # a decoding step, in fewer operators
         before_B1N = F.pad(before_BM[:, : ngrams_BTN.shape[2] - 1], (1, 0))[:, None]
         return torch.where(ngrams_BTN == EARLIER, before_B1N, ngrams_BTN)
@@ -110,7 +115,8 @@ def continued(ngrams_BTN: torch.Tensor, before_BM: torch.Tensor) -> torch.Tensor
 def over_padding(
     held_BTM: torch.Tensor, real_BT: torch.Tensor, before_BM: torch.Tensor | None
 ) -> torch.Tensor:
-    """The last `M` tokens at every position, where padding has those of the last real position before it.
+    """The last `M` tokens at every position, where padding has those of the last real
+    position before it.
 
     Args:
         held_BTM: `suffixes` of a call, the newest `M` of each.
@@ -124,18 +130,20 @@ def over_padding(
 
 
 class NgramMemory(nn.Module):
-    """The slots of one layer and `W_V`; called with n-grams it gives `e`, and `value` makes `v` of it.
+    """The slots of one layer and `W_V`; called with n-grams it gives `e`,
+    and `value` makes `v` of it.
 
     Hash `s` of an n-gram `x_0 ... x_(n-1)`, the newest token first, is
 
         slot = offset_s + ((x_0 + 1) m_s0 xor (x_1 + 1) m_s1 xor ...) mod p_s
 
-    with odd multipliers below 2^31 that follow from the seed, the layer, the order and the head alone, and a prime
-    `p_s` of its own. Products stay below 2^62, so that int64 gives the same slots on every machine. Every hash has an
-    equal part of the slots; `p_s` is the largest prime in it that no hash before has taken.
+    with odd multipliers below 2^31 that follow from the seed, the layer, the order and the head
+    alone, and a prime `p_s` of its own. Products stay below 2^62, so that int64 gives the same
+    slots on every machine. Every hash has an equal part of the slots; `p_s` is the largest prime in
+    it that no hash before has taken.
 
-    Slots start at zero: the memory first adds nothing, and an n-gram that training never met adds nothing later,
-    unless it shares its slots with one that it did meet.
+    Slots start at zero: the memory first adds nothing, and an n-gram that training never met adds
+    nothing later, unless it shares its slots with one that it did meet.
 
     Args:
         width: `d`.
@@ -194,7 +202,8 @@ class NgramMemory(nn.Module):
 
 
 class MemoryGate(Gate):
-    """`u = RMSNorm(h) . RMSNorm(W_K e) / sqrt(d)`, and `alpha = sigmoid(u)` weighs the memory, in inference too.
+    """`u = RMSNorm(h) . RMSNorm(W_K e) / sqrt(d)`, and `alpha = sigmoid(u)` weighs the memory,
+    in inference too.
 
     It is given the stream and what was retrieved, concatenated.
     """
@@ -248,7 +257,8 @@ def _hashes(config: MemorySizes, layer_index: int) -> tuple[list[list[int]], lis
 
 
 def _mixed(*numbers: int) -> int:
-    """64 bits that depend on all of the numbers: the finaliser of SplitMix64, applied to each in turn."""
+    """64 bits that depend on all of the numbers: the finaliser of SplitMix64,
+    applied to each in turn."""
     state = 0
     for number in numbers:
         state = (state ^ number) + 0x9E3779B97F4A7C15 & _BITS

@@ -1,11 +1,13 @@
-"""A cheap branch from the FFN's own neurons: some columns of the intermediate, and an output of its own.
+"""A cheap branch from the FFN's own neurons: some columns of the intermediate,
+and an output of its own.
 
 With the FFN `W_down (act(W_gate x) * W_up x)` and `S` the neurons that matter most, the branch is
 
     FFN_cheap(x) = W (act(W_gate[S] x) * W_up[S] x) + b
 
-Which neurons a token needs is the question of "MoEfication: Transformer Feed-forward Layers are Mixtures of Experts"
-(arXiv:2110.01786); here they are the same for every token, and least squares makes up for the others.
+Which neurons a token needs is the question of "MoEfication: Transformer Feed-forward Layers are
+Mixtures of Experts" (arXiv:2110.01786); here they are the same for every token, and least squares
+makes up for the others.
 
 Shapes: N rows, d model width, m width of the FFN, r neurons.
 """
@@ -28,10 +30,14 @@ _ROWS = 2048  # of the whole intermediate that exist at one time
 
 
 class NeuronBranch(Deriving):
-    """The branch. It holds which neurons it has and the output `W`, `b`; the rest are rows of the base's own weights.
+    """The branch.
 
-    Where the base's weights cannot be read directly (quantised, offloaded, hooked, under LoRA: `is_readable`), the
-    base's projections are called for the whole intermediate: the result is the same, and nothing is saved.
+    It holds which neurons it has and the output `W`, `b`; the rest are rows of the base's own
+    weights.
+
+    Where the base's weights cannot be read directly (quantised, offloaded, hooked, under LoRA:
+    `is_readable`), the base's projections are called for the whole intermediate: the result is the
+    same, and nothing is saved.
 
     Args:
         norm: The base's norm before the FFN; None: it has none.
@@ -72,7 +78,8 @@ class NeuronBranch(Deriving):
         return hidden * projected[1]
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        """The branch for decoding, `[B, 1, d] -> [B, 1, d]`, from what `borrowed` names as it is now.
+        """The branch for decoding, `[B, 1, d] -> [B, 1, d]`,
+        from what `borrowed` names as it is now.
 
         Where nothing may be read, it is the branch itself, which looks at the base in every step.
         """
@@ -84,7 +91,8 @@ class NeuronBranch(Deriving):
         return NeuronStep(self, dtype)
 
     def borrowed(self) -> list[nn.Module]:
-        """The base's norm, projections and FFN, where a step on a CPU may read their weights; else an empty list."""
+        """The base's norm, projections and FFN, where a step on a CPU may read their weights;
+        else an empty list."""
         norm, ffn = self._base
         read = [*self._maps(), ffn.down_proj]
         readable = self._may_read(torch.device("cpu")) and is_readable(ffn.down_proj, nn.Linear)
@@ -95,7 +103,8 @@ class NeuronBranch(Deriving):
         return [norm, *read, ffn]
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copies of the base's weights of the chosen neurons, `[2 r, d]`, or without a gate `[r, d]`; and of biases."""
+        """Copies of the base's weights of the chosen neurons, `[2 r, d]`,
+        or without a gate `[r, d]`; and of biases."""
         maps = self._maps()
         weights = [linear.weight for linear in maps]
         biases = [linear.bias for linear in maps]
@@ -135,7 +144,8 @@ class NeuronBranch(Deriving):
     def energy(
         self, x_Nd: torch.Tensor, weight_N: torch.Tensor, metric_dd: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`sum_n weight_n h_nj^2 |W_down[:, j] L|^2` of every neuron of the FFN, `[m]`; of many rows, some are read.
+        """`sum_n weight_n h_nj^2 |W_down[:, j] L|^2` of every neuron of the FFN, `[m]`;
+        of many rows, some are read.
 
         Without a metric `L`, which says what an error costs, it is the identity.
         """
@@ -165,7 +175,8 @@ class NeuronBranch(Deriving):
         self._derived.clear()
 
     def own_output(self) -> torch.Tensor | None:
-        """The FFN's own output of the chosen neurons, float32 `[r, d]`; None if its weights cannot be read."""
+        """The FFN's own output of the chosen neurons, float32 `[r, d]`;
+        None if its weights cannot be read."""
         down: Any = self._base[1].down_proj
         readable = is_readable(down, nn.Linear) and down.weight.device == self.neurons.device
         if readable:
@@ -188,7 +199,8 @@ class NeuronBranch(Deriving):
 
 
 class NeuronStep:
-    """A branch in decoding, with copies of the base's rows: `[B, 1, d] -> [B, 1, d]`, in few operators.
+    """A branch in decoding, with copies of the base's rows: `[B, 1, d] -> [B, 1, d]`,
+    in few operators.
 
     Args:
         branch: One that has something `borrowed`.
@@ -212,8 +224,9 @@ class NeuronStep:
     def both(self, a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """The FFN's update at the rows in `index`, the branch's at the others, `[B, 1, d]`.
 
-        The neurons are columns of the FFN's intermediate, which is computed for every row: while rows are few, reading
-        the weights is what takes the time, and those of the FFN are read for the rows in `index` anyway.
+        The neurons are columns of the FFN's intermediate, which is computed for every row: while
+        rows are few, reading the weights is what takes the time, and those of the FFN are read for
+        the rows in `index` anyway.
         """
         ffn = self._ffn
         x = self._norm(a)

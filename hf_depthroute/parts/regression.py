@@ -23,7 +23,8 @@ ALWAYS = 100.0
 
 
 def moments(x_Nd: torch.Tensor, y_Nm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x^T x` `[d, d]` and `x^T y` `[d, m]`, float64; of more than 1,024 rows, sums of float32 products of so many."""
+    """`x^T x` `[d, d]` and `x^T y` `[d, m]`, float64; of more than 1,024 rows,
+    sums of float32 products of so many."""
     if len(x_Nd) <= _ADDED:
         x = x_Nd.double()
         y = y_Nm.double()
@@ -56,9 +57,10 @@ def ridge_weights(gram_dd: torch.Tensor, cross_dm: torch.Tensor, penalty: float)
 def norms_and_sinks(after_Nd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """How large each token's stream is, and which tokens are attention sinks.
 
-    In large models the stream of the first token of a sequence, and of a few others, is 100 times as large as that of
-    the rest (Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762). It holds such tokens apart
-    for the attention of the later ones, and least squares would see nothing else.
+    In large models the stream of the first token of a sequence, and of a few others, is 100 times
+    as large as that of the rest (Sun et al., "Massive Activations in Large Language Models",
+    arXiv:2402.17762). It holds such tokens apart for the attention of the later ones, and least
+    squares would see nothing else.
 
     Args:
         after_Nd: The stream behind the full path.
@@ -74,10 +76,11 @@ def norms_and_sinks(after_Nd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def separating_unit(
     x_Nd: torch.Tensor, apart_Sd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights `[d]` and bias `[]` of a map that is at least 20 at the rows in `apart`, and at most -20 at the others.
+    """Weights `[d]` and bias `[]` of a map that is at least 20 at the rows in `apart`,
+    and at most -20 at the others.
 
-    The direction is that of linear discriminant analysis. Where the two overlap, it is 20 at the rows in `apart` all
-    the same, and above 0 at some of the others, too.
+    The direction is that of linear discriminant analysis. Where the two overlap, it is 20 at the
+    rows in `apart` all the same, and above 0 at some of the others, too.
     """
     count, apart_count = (
         total(torch.tensor(float(len(rows)), device=x_Nd.device)) for rows in (x_Nd, apart_Sd)
@@ -103,11 +106,12 @@ def separating_unit(
 def leading_directions(
     gram_dd: torch.Tensor, cross_dm: torch.Tensor, rank: int, penalty: float
 ) -> torch.Tensor:
-    """Reduced-rank regression: the `r` directions `[r, d]` of `x` from which `y` is predicted best by a linear map.
+    """Reduced-rank regression: the `r` directions `[r, d]` of `x` from which `y` is predicted best
+    by a linear map.
 
-    With `W` the ridge weights, they are `W v` of the `r` leading eigenvectors `v` of the prediction's second moment
-    `W^T x^T x W`, found by orthogonal iteration (Izenman, "Reduced-rank regression for the multivariate linear model",
-    1975).
+    With `W` the ridge weights, they are `W v` of the `r` leading eigenvectors `v` of the
+    prediction's second moment `W^T x^T x W`, found by orthogonal iteration (Izenman, "Reduced-rank
+    regression for the multivariate linear model", 1975).
 
     Args:
         gram_dd: `x^T x`, float64.
@@ -134,12 +138,13 @@ def fit_scores(
     seed: int,
     always_Sd: torch.Tensor | None,
 ) -> None:
-    """Fit `score(SiLU(hidden(x)))` to `y` in closed form: hidden units are chosen, and the scores are a ridge on them.
+    """Fit `score(SiLU(hidden(x)))` to `y` in closed form: hidden units are chosen,
+    and the scores are a ridge on them.
 
-    The first unit is the linear prediction of `y`, so small that SiLU leaves it nearly linear. Half of the others are
-    the leading principal components of `x`, each with both signs, which together also give its size; the other half
-    are random directions (an extreme learning machine: Huang et al., "Extreme learning machine: Theory and
-    applications", Neurocomputing 70, 2006).
+    The first unit is the linear prediction of `y`, so small that SiLU leaves it nearly linear. Half
+    of the others are the leading principal components of `x`, each with both signs, which together
+    also give its size; the other half are random directions (an extreme learning machine: Huang et
+    al., "Extreme learning machine: Theory and applications", Neurocomputing 70, 2006).
 
     Args:
         hidden: `d -> h`, with a bias; overwritten.
@@ -147,8 +152,8 @@ def fit_scores(
         x_Nd: The features, float32.
         y_N: The values to predict.
         seed: Seed of the random directions.
-        always_Sd: Features of tokens that have to get a high score: `ALWAYS`, by the last unit alone. It is 0 at the
-            rows of `x`. None: no token has to.
+        always_Sd: Features of tokens that have to get a high score: `ALWAYS`, by the last unit
+            alone. It is 0 at the rows of `x`. None: no token has to.
     """
     units = hidden.out_features - (always_Sd is not None and hidden.out_features > 1)
     count = total(torch.tensor(float(len(x_Nd)), device=x_Nd.device))
@@ -193,7 +198,8 @@ def refine_scores(
     steps: int,
     units: int,
 ) -> None:
-    """Go on from `fit_scores` by gradient descent on the squared error: AdamW, 1,024 rows a step, rate 2e-3 to 0.
+    """Go on from `fit_scores` by gradient descent on the squared error: AdamW, 1,024 rows a step,
+    rate 2e-3 to 0.
 
     The same rows are drawn for the same seed; the global generator is not touched.
 
@@ -204,7 +210,8 @@ def refine_scores(
         y_N: The values to predict.
         seed: Seed of the rows that are drawn.
         steps: How many steps.
-        units: Hidden units that are fitted; a unit after them tells apart the tokens that have to run in full.
+        units: Hidden units that are fitted; a unit after them tells apart the tokens that have to
+            run in full.
     """
     held = (hidden.weight[:units], hidden.bias[:units], score.weight[0, :units], score.bias)
     parts = [part.detach().clone().requires_grad_() for part in held]

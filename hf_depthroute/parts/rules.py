@@ -1,9 +1,10 @@
 """Rules of selection: from scores to what runs in full, one class per rule.
 
-Adding a rule is one class and one row in `RULES`, from this package or from another one; `selection` may then name it.
-In every rule a NaN score is never selected, and neither is padding.
+Adding a rule is one class and one row in `RULES`, from this package or from another one;
+`selection` may then name it. In every rule a NaN score is never selected, and neither is padding.
 
-Shapes: B batch, T positions, K experts per token. Scores are `[B, T]`, or `[B, T, K]` of (token, expert) pairs.
+Shapes: B batch, T positions, K experts per token. Scores are `[B, T]`, or `[B, T, K]` of (token,
+expert) pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class RuleContext:
         probs: Float32, in the shape of the scores: `sigmoid(scores / temperature)`.
         real: Bool, in the shape of the scores, true at real tokens; all are real when it is None.
         budget: The budget in force, in (0, 1].
-        threshold: The score that a token has to reach, for the rules that compare: a float, `[]`, or one per token.
+        threshold: The score that a token has to reach, for the rules that compare: a float, `[]`,
+            or one per token.
         temperature: `tau`.
         per_sequence: Whether all positions of a sequence have its one score.
         weighs: Whether `probs` weighs the two paths of every token, so that nothing is chosen.
@@ -50,7 +52,8 @@ class Rule:
     Attributes:
         trains: Whether `selection` may name it.
         compares: Whether a token's score is compared with the threshold of the budget.
-        by_token: Whether a token is decided by itself alone, so that a decoding step decides as a prompt does.
+        by_token: Whether a token is decided by itself alone, so that a decoding step decides as a
+            prompt does.
     """
 
     trains = True
@@ -73,7 +76,8 @@ class Controller(Rule):
 
 
 class Soft(Rule):
-    """Both paths of every token are mixed; where the gate weighs them in inference too, nothing is chosen."""
+    """Both paths of every token are mixed; where the gate weighs them in inference too,
+    nothing is chosen."""
 
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
         if not context.weighs:
@@ -83,7 +87,10 @@ class Soft(Rule):
 
 
 class TopK(Rule):
-    """The highest scores of each sequence. It looks at later tokens, so it is a rule of training only."""
+    """The highest scores of each sequence.
+
+    It looks at later tokens, so it is a rule of training only.
+    """
 
     compares = False
 
@@ -95,7 +102,8 @@ class TopK(Rule):
 
 
 class Gumbel(Rule):
-    """A threshold on scores with logistic noise, the difference of two Gumbel variables; `p` has the noise, too."""
+    """A threshold on scores with logistic noise, the difference of two Gumbel variables;
+    `p` has the noise, too."""
 
     compares = False
 
@@ -154,8 +162,9 @@ def selections() -> tuple[str, ...]:
 def budget_count(budget: float, count: torch.Tensor) -> torch.Tensor:
     """`ceil(budget * count)` in exact arithmetic, elementwise on an integer tensor.
 
-    The budget is read as the decimal number that it prints as: 0.07 of 100 tokens is 7 (floating point gives 8). A
-    schedule's budgets have many digits; the nearest fraction with a denominator up to 10^9 keeps products in 64 bits.
+    The budget is read as the decimal number that it prints as: 0.07 of 100 tokens is 7 (floating
+    point gives 8). A schedule's budgets have many digits; the nearest fraction with a denominator
+    up to 10^9 keeps products in 64 bits.
     """
     numerator, denominator = _as_fraction(budget)
     return (count * numerator + denominator - 1) // denominator
@@ -172,8 +181,8 @@ def topk_mask(
 ) -> torch.Tensor:
     """The `k = ceil(budget * n)` highest scores of each sequence, `n` its number of real tokens.
 
-    Ties go to the lowest index, so that exactly `k` tokens are chosen. This rule looks at the whole sequence, later
-    tokens included: it is a training rule only.
+    Ties go to the lowest index, so that exactly `k` tokens are chosen. This rule looks at the whole
+    sequence, later tokens included: it is a training rule only.
 
     Args:
         scores_BT: `[B, T]`.
@@ -203,7 +212,10 @@ def threshold_mask(
     threshold: torch.Tensor | float,
     token_mask_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`score >= threshold`, token by token: causal, the same in prefill and decode. Bool `[B, T]`."""
+    """`score >= threshold`, token by token: causal, the same in prefill and decode.
+
+    Bool `[B, T]`.
+    """
     mask = scores_BT >= threshold
     return mask if token_mask_BT is None else mask & token_mask_BT
 

@@ -1,4 +1,5 @@
-"""The page: a prompt, a budget, and two texts that appear token by token, coloured by the layers that ran."""
+"""The page: a prompt, a budget, and two texts that appear token by token,
+coloured by the layers that ran."""
 
 from __future__ import annotations
 
@@ -30,9 +31,10 @@ _STYLE = """
 .text .written { font-weight: 600; }
 """
 _LEGEND = (
-    "The stronger the shade and the underline of a token, the more layers ran in full for it; point at it to see how "
-    "many. What was written is bold, and the last token has not been read yet. Routed model and base take turns, so "
-    "their speeds compare; one run of one text is no measurement."
+    "The stronger the shade and the underline of a token, the more layers ran in full for it; "
+    "point at it to see how many. What was written is bold, and the last token has not been read "
+    "yet. Routed model and base take turns, so their speeds compare; one run of one text is no "
+    "measurement."
 )
 
 
@@ -42,12 +44,12 @@ def make_page(
     """The page of a routed model, ready for `launch`.
 
     Args:
-        model: In eval mode, with a router that can run (trained with thresholds, fitted or calibrated). The page sets
-            its budget.
+        model: In eval mode, with a router that can run (trained with thresholds, fitted or
+            calibrated). The page sets its budget.
         tokenizer: The base's.
         title: What the model is called.
-        chat_template: Whether prompts are put into the tokenizer's chat template at first; if it has one, a box on the
-            page turns it on and off.
+        chat_template: Whether prompts are put into the tokenizer's chat template at first; if it
+            has one, a box on the page turns it on and off.
 
     Raises:
         ImportError: Gradio (the extra `play`) is not installed.

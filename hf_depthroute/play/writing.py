@@ -1,4 +1,5 @@
-"""Texts that grow by one greedy token a step, with the time of each step and the layers that ran for each token.
+"""Texts that grow by one greedy token a step, with the time of each step and the layers that
+ran for each token.
 
 Shapes: T tokens of a text.
 """
@@ -26,8 +27,9 @@ class Text:
         ids: `[T]`, those of the prompt and those that were written.
         prompt: Tokens of the prompt.
         depth: Layers of the model.
-        layers: Layers that ran in full, for each token that the model has read: all but the last one. Where experts are
-            routed, a layer counts by the share of a token's experts that ran.
+        layers: Layers that ran in full, for each token that the model has read: all but the last
+            one. Where experts are routed, a layer counts by the share of a token's experts that
+            ran.
         prompt_seconds: Time of the pass over the prompt.
         seconds: Time of all steps after it.
         ended: The last token is one that ends a text.
@@ -60,10 +62,12 @@ class Text:
 
 
 def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tuple[Text, Text]]:
-    """Yield the texts of the routed model and of its base after each step; the same two objects every time.
+    """Yield the texts of the routed model and of its base after each step;
+    the same two objects every time.
 
-    The two take turns, so that their times can be compared, and each reads the prompt once before, because a first pass
-    takes longer. What the routers decide is seen in a second, equal step, because recording takes time.
+    The two take turns, so that their times can be compared, and each reads the prompt once before,
+    because a first pass takes longer. What the routers decide is seen in a second, equal step,
+    because recording takes time.
 
     Args:
         model: In eval mode. Nothing else may use it while a step runs.
@@ -97,7 +101,8 @@ def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tup
 
 
 def layers_run(trace: RouteTrace, depth: int) -> list[float]:
-    """How many of a model's `depth` layers ran in full for each token of a pass over one text, `[T]`."""
+    """How many of a model's `depth` layers ran in full for each token of a pass over
+    one text, `[T]`."""
     runs = [record.mask[0].float().cpu() for record in trace.values()]
     shares = torch.stack([run if run.ndim == 1 else run.mean(-1) for run in runs])
     full: list[float] = (depth - len(runs) + shares.sum(0)).tolist()

@@ -1,6 +1,8 @@
-"""The page's charts: loss and time against the share run full, arithmetic by part, shares and scores by layer.
+"""The page's charts: loss and time against the share run full, arithmetic by part,
+shares and scores by layer.
 
-Matplotlib draws them as SVG that stands in the page itself: text stays text, and colours are CSS classes of the page.
+Matplotlib draws them as SVG that stands in the page itself: text stays text, and colours are CSS
+classes of the page.
 """
 
 from __future__ import annotations
@@ -60,12 +62,14 @@ class Chart:
         self._named: dict[str, tuple[str, Sequence[str]]] = {}
 
     def name(self, artist: Any, kind: str, tips: Sequence[str] = ()) -> None:
-        """Give an artist its CSS class, and each of its marks, or itself, what pointing at it shows."""
+        """Give an artist its CSS class, and each of its marks, or itself,
+        what pointing at it shows."""
         artist.set_gid(f"{self.key}-{len(self._named)}")
         self._named[artist.get_gid()] = kind, tips
 
     def bars(self, rows: Sequence[tuple[float, float, float, float, str]], kind: str) -> None:
-        """Rectangles of class `part kind`: the lower left corner, width, height, and what pointing at one shows."""
+        """Rectangles of class `part kind`: the lower left corner, width, height,
+        and what pointing at one shows."""
         from matplotlib.collections import PolyCollection
 
         corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h, _ in rows]
@@ -98,7 +102,8 @@ class Chart:
         return ET.tostring(root, encoding="unicode")
 
     def _adapt(self, part: ET.Element) -> None:
-        """Take an element's own style away, and give it the page's classes and what pointing at it shows."""
+        """Take an element's own style away, and give it the page's classes and what
+        pointing at it shows."""
         part.tag = part.tag.rpartition("}")[2]
         style = part.attrib.pop("style", "")
         part.attrib.pop("clip-path", None)
@@ -120,7 +125,8 @@ class Chart:
             )
         if part.tag == "g":
             name = part.attrib.pop("id", "")
-            # What is not named is what the axes draw themselves: grid lines, and the one spine that is left.
+            # What is not named is what the axes draw themselves: grid lines, and the one spine that
+            # is left.
             unnamed = {"line2d": "grid", "patch": "axis"}.get(name.partition("_")[0], "")
             kind, tips = self._named.get(name, (unnamed, ()))
             if kind:
@@ -245,7 +251,8 @@ def cost_chart(report: RunReport) -> Chart:
 
 
 def ratio_chart(report: RunReport, number: int) -> Chart:
-    """A bar per routed layer: the share that ran full at a budget; dashed, the budget that was asked for."""
+    """A bar per routed layer: the share that ran full at a budget; dashed,
+    the budget that was asked for."""
     layers = report.scores[number]
     name = report.names[number]
     if report.follows_budget:
@@ -255,7 +262,8 @@ def ratio_chart(report: RunReport, number: int) -> Chart:
     chart = Chart(
         f"ratio-{number}", f"Share run full by layer at budget {name}",
         "; ".join(f"layer {index}: {layer.full_ratio:.2f}" for index, layer in layers.items()),
-        f"Budget {name}: the share of real tokens that ran full in each routed layer.{line}", size=(440, 240),
+        f"Budget {name}: the share of real tokens that ran full in each routed layer.{line}",
+        size=(440, 240),
     )  # fmt: skip
     ratios = [layer.full_ratio for layer in layers.values()]
     tips = [f"layer {index}: {ratio:.3f}" for index, ratio in zip(layers, ratios)]

@@ -1,4 +1,5 @@
-"""Data of a routed model's page, measured on text: scores and decisions per layer, counted cost, token views.
+"""Data of a routed model's page, measured on text: scores and decisions per layer, counted cost,
+token views.
 
 Shapes: B batch, T positions.
 """
@@ -31,7 +32,8 @@ class LayerScores:
     Attributes:
         threshold: What scores were compared with; None if something else decided.
         full_ratio: Share of real tokens that ran full.
-        edges: `BINS + 1` borders of the histogram's bins, the same at every budget; NaN scores are in none.
+        edges: `BINS + 1` borders of the histogram's bins, the same at every budget; NaN scores are
+            in none.
         full: Decisions per bin that ran full.
         skipped: Decisions per bin that did not.
         static: Whether the layer has no gate, unlike others.
@@ -45,7 +47,8 @@ class LayerScores:
     static: bool = False
 
     def quartiles(self) -> list[float | None]:
-        """Quartiles of the scores, read from the histogram: each bin's middle, weighted by its count."""
+        """Quartiles of the scores, read from the histogram: each bin's middle,
+        weighted by its count."""
         bins = zip(self.edges, self.edges[1:], self.full, self.skipped)
         values = [
             (low + high) / 2 for low, high, full, skipped in bins for _ in range(full + skipped)
@@ -66,7 +69,8 @@ class BudgetCost:
         rest: What is never skipped: layers and parts that are not routed, and the head.
         full: The routed parts of the tokens that ran full.
         overhead: Routers and cheap branches.
-        saved: What the dense model computes more; negative where routers and branches cost more than they save.
+        saved: What the dense model computes more; negative where routers and branches cost more
+            than they save.
     """
 
     dense: float
@@ -88,8 +92,9 @@ class RunReport:
     Attributes:
         title: The page's title.
         facts: Names and texts: what was measured on what.
-        rows: The rows of `hf-depthroute eval --out`. Those of the rule `"static"`, which `eval` does not make, are what
-            to compare with: the loss with layers left out for every token, at the share `full_ratio` of the calls.
+        rows: The rows of `hf-depthroute eval --out`. Those of the rule `"static"`, which `eval`
+            does not make, are what to compare with: the loss with layers left out for every token,
+            at the share `full_ratio` of the calls.
         budgets: Budgets, ascending; the single one of an adapter that follows no budget.
         follows_budget: Whether the adapter does.
         scores: `{layer: LayerScores}` per budget.
@@ -139,7 +144,8 @@ class RunReport:
         return {index: layer for index, layer in self.scores[number].items() if not layer.static}
 
     def share_full(self, number: int) -> float:
-        """The share of decisions at one budget that were for full, mean over the layers with a gate."""
+        """The share of decisions at one budget that were for full,
+        mean over the layers with a gate."""
         return statistics.fmean(layer.full_ratio for layer in self.gated(number).values())
 
     @property
@@ -164,7 +170,8 @@ class RunReport:
         )
 
     def timed(self, part: str) -> Mapping[str, Mapping[str, Any]]:
-        """Measured rows of prefill or decode by the budget's number as text; empty where there are none."""
+        """Measured rows of prefill or decode by the budget's number as text;
+        empty where there are none."""
         found: Mapping[str, Mapping[str, Any]] = (self.bench or {}).get(part, {}).get("budgets", {})
         return found
 
@@ -196,7 +203,8 @@ def collect_scores(
 
     Args:
         model: A `PeftModel` in eval mode with one active depth-routed adapter; left as it was.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
+            `[B, T]`.
         budgets: To look at, ascending.
     """
     found: list[dict[int, tuple[RouteRecord, torch.Tensor, torch.Tensor]]] = []
@@ -226,7 +234,8 @@ def collect_scores(
 def count_costs(
     model: Any, scores: Sequence[Mapping[int, LayerScores]], batch_size: int, length: int
 ) -> list[BudgetCost]:
-    """The cost of one prompt pass at the measured shares, all logits computed, from `route_cost`."""
+    """The cost of one prompt pass at the measured shares, all logits computed,
+    from `route_cost`."""
     costs = []
     for layers in scores:
         size: dict[str, int] = {
@@ -254,10 +263,12 @@ def count_costs(
 def collect_tokens(
     model: Any, tokenizer: Any, samples: Sequence[Sample], budgets: Sequence[float]
 ) -> dict[str, Any]:
-    """The token view's data: every sample at every budget, with the losses of the routed and of the dense model.
+    """The token view's data: every sample at every budget,
+    with the losses of the routed and of the dense model.
 
-    A sample with new tokens is continued greedily. Then its decisions are recorded in passes that decide as decoding
-    did. Where prompts alone are routed, the first two thirds of any other sample are a prompt.
+    A sample with new tokens is continued greedily. Then its decisions are recorded in passes that
+    decide as decoding did. Where prompts alone are routed, the first two thirds of any other sample
+    are a prompt.
     """
     texts: list[dict[str, Any]] = [{"label": sample.label, "runs": []} for sample in samples]
     last: RouteTrace | None = None
@@ -294,14 +305,16 @@ def _continued(model: Any, tokenizer: Any, prompt: torch.Tensor, new_tokens: int
         return prompt
     pad = tokenizer.pad_token_id
     ids: torch.Tensor = model.generate(
-        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, do_sample=False,
-        temperature=None, top_p=None, top_k=None, pad_token_id=tokenizer.eos_token_id if pad is None else pad,
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens,
+        do_sample=False, temperature=None, top_p=None, top_k=None,
+        pad_token_id=tokenizer.eos_token_id if pad is None else pad,
     )  # fmt: skip
     return ids
 
 
 def _decided(model: Any, ids: torch.Tensor, prompt: int) -> tuple[RouteTrace, torch.Tensor]:
-    """The decisions about `ids` `[1, T]` and the logits, with the prompt decided before what follows it."""
+    """The decisions about `ids` `[1, T]` and the logits,
+    with the prompt decided before what follows it."""
     traces = []
     logits = []
     with record_routes(model) as trace:
@@ -326,7 +339,8 @@ def _set_budget(model: Any, budget: float) -> None:
 
 
 def _edges(scores: torch.Tensor) -> torch.Tensor:
-    """Borders of the bins: without the outermost 0.1 % on either side, which the outer bins take in."""
+    """Borders of the bins: without the outermost 0.1 % on either side,
+    which the outer bins take in."""
     known = scores[scores.isfinite()]
     if not len(known):
         return torch.linspace(0, 1, BINS + 1)

@@ -1,4 +1,5 @@
-"""The page of a routed model: what a `RunReport` says in words, tables and charts, in one file that loads nothing."""
+"""The page of a routed model: what a `RunReport` says in words, tables and charts,
+in one file that loads nothing."""
 
 from __future__ import annotations
 

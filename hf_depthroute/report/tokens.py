@@ -1,8 +1,11 @@
-"""The token view: what every layer decided about every token of a text, as data of a page and as a notebook's output.
+"""The token view: what every layer decided about every token of a text,
+as data of a page and as a notebook's output.
 
-`render` makes pages of one file, and `text_pieces` cuts a text into what a reader sees of its tokens.
+`render` makes pages of one file, and `text_pieces` cuts a text into what a reader sees of its
+tokens.
 
-Shapes: B batch, T positions, V vocabulary, K decisions per token and layer (1, or the experts of a token).
+Shapes: B batch, T positions, V vocabulary, K decisions per token and layer (1, or the experts of a
+token).
 """
 
 from __future__ import annotations
@@ -42,7 +45,10 @@ class TokenView:
     def __repr__(self) -> str:
         texts = self.data["texts"]
         tokens = sum(len(text["runs"][0]["loss"]) for text in texts)
-        return f"TokenView(texts={len(texts)}, tokens={tokens}, layers={self.data['layers']}); .save('page.html')"
+        return (
+            f"TokenView(texts={len(texts)}, tokens={tokens}, layers={self.data['layers']}); "
+            ".save('page.html')"
+        )
 
     @property
     def html(self) -> str:
@@ -56,10 +62,12 @@ class TokenView:
         return path
 
     def _repr_html_(self) -> str:
-        # A frame of its own: the page's styles and script do not reach the notebook, nor the notebook's the page.
+        # A frame of its own: the page's styles and script do not reach the notebook, nor the
+        # notebook's the page.
         return (
-            f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self.html)}" title="Token view" width="100%" '
-            'height="560" style="border:0;width:100%;height:560px;resize:vertical"></iframe>'
+            f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self.html)}" title="Token view" '
+            'width="100%" height="560" '
+            'style="border:0;width:100%;height:560px;resize:vertical"></iframe>'
         )
 
 
@@ -88,8 +96,9 @@ def view_of(
     for name, tensor in (("input_ids", input_ids), ("logits", logits)):
         if tensor is not None and tuple(tensor.shape[:2]) != (batch, length):
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, but the trace is of {batch} x {length} tokens; a generation "
-                "keeps its last step only, so call the model once more on the whole text"
+                f"{name} has shape {tuple(tensor.shape)}, but the trace is of {batch} x {length} "
+                "tokens; a generation keeps its last step only, so call the model once more on "
+                "the whole text"
             )
     losses = None
     if logits is not None and input_ids is not None:
@@ -120,9 +129,10 @@ def run_data(
     """One text under one budget. Padding is left out.
 
     Returns:
-        JSON-ready: `budget`, None if there is none; `pieces` of text and the `counts` of their tokens; `prompt`, the
-        tokens before the generated ones or None; `loss` and `dense_loss` per token, in nats, None if unknown;
-        and `layers`, for each its `layer`, `threshold`, `decisions` per token (K), `mask` (a 0 or 1 per decision), and
+        JSON-ready: `budget`, None if there is none; `pieces` of text and the `counts` of their
+        tokens; `prompt`, the tokens before the generated ones or None; `loss` and `dense_loss` per
+        token, in nats, None if unknown; and `layers`, for each its `layer`, `threshold`,
+        `decisions` per token (K), `mask` (a 0 or 1 per decision), and
         `scores`: float32, little-endian, in base64.
     """
     first = trace[next(iter(trace))]
@@ -156,7 +166,8 @@ def run_data(
 
 @torch.no_grad()
 def losses_by_position(logits: torch.Tensor, input_ids: torch.Tensor) -> list[list[float]]:
-    """Cross-entropy of each token given those before it, in nats, from `[B, T, V]`; NaN for the first. `[B, T]`"""
+    """Cross-entropy of each token given those before it, in nats, from `[B, T, V]`;
+    NaN for the first. `[B, T]`"""
     loss_BT = token_losses(logits[:, :-1], input_ids[:, 1:])
     return F.pad(loss_BT, (1, 0), value=math.nan).tolist()
 
@@ -190,8 +201,8 @@ def text_pieces(
 ) -> tuple[list[str], list[int]]:
     """The text of `ids`, cut where tokens meet.
 
-    A token that is no text alone, such as one byte of a character, is joined with its neighbours. Pieces joined give
-    the decoded text.
+    A token that is no text alone, such as one byte of a character, is joined with its neighbours.
+    Pieces joined give the decoded text.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -206,8 +217,8 @@ def text_pieces(
     start = 0  # of the tokens that are not yet a piece
     how: dict[str, bool] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     while start < len(ids):
-        # Decoded with the piece in front, since some tokenizers drop the space of a first token; never with a part of
-        # a character, which would make the rest unreadable.
+        # Decoded with the piece in front, since some tokenizers drop the space of a first token;
+        # never with a part of a character, which would make the rest unreadable.
         context: Sequence[int] = []
         if counts and not pieces[-1].endswith(_REPLACEMENT):
             context = ids[start - counts[-1] : start]
@@ -265,8 +276,8 @@ def render(template: str, **values: Any) -> str:
     ]
     # Nothing is loaded, and no other script or style runs, not even from text that was not escaped.
     policy = (
-        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     return environment.get_template(template).render(
         style=Markup(style), script=Markup(script), policy=policy, **values

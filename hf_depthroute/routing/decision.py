@@ -19,7 +19,8 @@ def decide(
     predicted: torch.Tensor | None = None,
     experts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bool mask of what runs full, and `p`, both in the shape of `scores`: `[B, T]`, or `[B, T, K]` pairs.
+    """The bool mask of what runs full, and `p`, both in the shape of `scores`: `[B, T]`,
+    or `[B, T, K]` pairs.
 
     Args:
         plan: The plan of this forward pass.

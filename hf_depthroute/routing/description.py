@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 
 def routing_summary(config: AdapterFields, layer: int | None = None) -> str:
-    """`ffn per token, budget 0.5, gate mlp, branch lowrank`; of one `layer`, where one is given, or of all."""
-    memory = f"{config.memory_slots:,} slots of {config.memory_width}, {config.memory_heads} heads, {_orders(config)}"
+    """`ffn per token, budget 0.5, gate mlp, branch lowrank`; of one `layer`,
+    where one is given, or of all."""
+    memory = (
+        f"{config.memory_slots:,} slots of {config.memory_width}, {config.memory_heads} heads, "
+        f"{_orders(config)}"
+    )
     if TARGETS[config.target].reads_ids:
         return f"{config.target} per {config.granularity}, {memory}"
     if layer is None:
@@ -38,7 +42,8 @@ def routing_summary(config: AdapterFields, layer: int | None = None) -> str:
 
 
 def patterns_words(config: AdapterFields) -> list[str]:
-    """Exceptions of single layers: `["target block in 28-29", "rank 192 in 28", "rank 72 in 29"]`."""
+    """Exceptions of single layers:
+    `["target block in 28-29", "rank 192 in 28", "rank 72 in 29"]`."""
     said = []
     for name in PATTERNS:
         pattern = getattr(config, name) or {}
@@ -49,13 +54,17 @@ def patterns_words(config: AdapterFields) -> list[str]:
 
 
 def budget_words(config: AdapterFields, depth: int) -> str:
-    """`0.73 of the calls in 19 layers with a gate, which is 0.83 of all 30 layers`; of an injected adapter.
+    """`0.73 of the calls in 19 layers with a gate, which is 0.83 of all 30 layers`;
+    of an injected adapter.
 
     A budget and the `keep` of `fit_router` are shares of different things, so both are named.
     """
     gated = len(config.gated_layers())
     share = config.share_of_all(depth, config.budget)
-    return f"{config.budget:.3g} of the calls in {gated} layers with a gate, which is {share:.3g} of all {depth} layers"
+    return (
+        f"{config.budget:.3g} of the calls in {gated} layers with a gate, which is {share:.3g} of "
+        f"all {depth} layers"
+    )
 
 
 def _orders(config: AdapterFields) -> str:
@@ -72,7 +81,10 @@ def routed_lines(model: PeftModel) -> list[str]:
     lines = []
     for name, config in model.peft_config.items():
         if isinstance(config, AdapterFields) and isinstance(config.layers, list):
-            which = f"{len(config.layers)} of {len(stack_of(base).layers)} layers ({ranges(config.layers)})"
+            which = (
+                f"{len(config.layers)} of {len(stack_of(base).layers)} layers "
+                f"({ranges(config.layers)})"
+            )
             if config.static_layers:
                 which += f", static {ranges(config.static_layers)}"
             lines.append(f"routed: {which}: {routing_summary(config)}; adapter {name!r}")

@@ -21,25 +21,28 @@ if TYPE_CHECKING:
     from .routing import Routing
 
 UNWATCHED = (
-    "this forward pass trains routers without the routing losses, which hold their budget: use DepthRouteTrainer, "
-    "DepthRouteCallback, or record_routes with routing_losses"
+    "this forward pass trains routers without the routing losses, which hold their budget: use "
+    "DepthRouteTrainer, DepthRouteCallback, or record_routes with routing_losses"
 )
 IN_EVALUATION_MODE = (
-    "a loss was back-propagated through a routed model in evaluation mode: the choice of a path is hard there, so the "
-    "language-model loss does not reach the gates; call model.train() before training"
+    "a loss was back-propagated through a routed model in evaluation mode: the choice of a path is "
+    "hard there, so the language-model loss does not reach the gates; call model.train() before "
+    "training"
 )
 FROZEN = (
-    "no parameter of the routed decoder trains: an adapter that was loaded is frozen. To train it, load it with "
-    "PeftModel.from_pretrained(base, folder, is_trainable=True)"
+    "no parameter of the routed decoder trains: an adapter that was loaded is frozen. To train it, "
+    "load it with PeftModel.from_pretrained(base, folder, is_trainable=True)"
 )
 
 
 def warn_of_training(
     decoder: nn.Module, active: Mapping[Routing, DepthRouteConfig], inputs: torch.Tensor
 ) -> None:
-    """Warn of a step of `decoder`, in training mode, that trains nothing, or routers without their losses.
+    """Warn of a step of `decoder`, in training mode, that trains nothing,
+    or routers without their losses.
 
-    `active` are the configurations of its active routed layers, `inputs` the ids or embeddings that it is called with.
+    `active` are the configurations of its active routed layers, `inputs` the ids or embeddings that
+    it is called with.
     """
     training = next(
         (routing for routing, config in active.items() if _trains(routing, config)), None
@@ -56,7 +59,8 @@ def warn_of_training(
 
 
 def warn_of_backward(routing: Routing, config: DepthRouteConfig, *outputs: torch.Tensor) -> None:
-    """Warn if gradients come back through the outputs of a layer that is in evaluation mode and whose gate trains.
+    """Warn if gradients come back through the outputs of a layer that is in evaluation mode and
+    whose gate trains.
 
     Said by the adapter's last layer with a gate only, which every gradient of a loss passes.
     """
@@ -73,7 +77,8 @@ def warn_of_backward(routing: Routing, config: DepthRouteConfig, *outputs: torch
 
 
 def warn_of_thresholds(routing: Routing, plan: RoutePlan) -> None:
-    """Warn if inference is about to compare scores with thresholds that were never fitted; said by one layer only."""
+    """Warn if inference is about to compare scores with thresholds that were never fitted;
+    said by one layer only."""
     config = plan.config
     if (
         plan.budget >= 1.0
@@ -92,7 +97,8 @@ def warn_of_thresholds(routing: Routing, plan: RoutePlan) -> None:
 
 
 def _trains(routing: Routing, config: DepthRouteConfig) -> bool:
-    """Whether its gate trains, and needs training mode and the routing losses for it; a soft one needs neither."""
+    """Whether its gate trains, and needs training mode and the routing losses for it;
+    a soft one needs neither."""
     if GATES[config.gate].soft:
         return False
     return any(parameter.requires_grad for parameter in routing.depth_route_gate.parameters())

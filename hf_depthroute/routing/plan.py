@@ -38,21 +38,26 @@ class RoutePlan:
         gate: What the layer's gate says of itself.
         target: What it routes.
         rule: A row of `RULES`, or `"full"`: the base's layer runs, without the gate.
-        mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"`, `"scaled_sublayers"` or
-            `"scaled_ffn"`.
+        mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"`, `"scaled_sublayers"`
+            or `"scaled_ffn"`.
         extras: What is recorded besides mask, scores and probs.
         observed: Those of them that losses asked for, `RunSettings.observed`.
-        budget: The budget in force: the adapter's, or the training schedule's; NaN where the gate is soft.
-        threshold: The score that a token has to reach, for the rules that use one. Read here, because training moves
-            the quantile tables between a forward pass and its recomputation.
+        budget: The budget in force: the adapter's, or the training schedule's; NaN where the gate
+            is soft.
+        threshold: The score that a token has to reach, for the rules that use one. Read here,
+            because training moves the quantile tables between a forward pass and its recomputation.
         temperature: `tau` of `p = sigmoid(u / tau)`.
-        replayed: Bool `[B, T]`; decisions to use instead of the rule's. Of a soft gate, float32: its `p`.
-        last_tokens: Bool `[B, T]`; tokens that run full whatever the rule says (`phases="prefill"`), their `p` is 1.
+        replayed: Bool `[B, T]`; decisions to use instead of the rule's. Of a soft gate, float32:
+            its `p`.
+        last_tokens: Bool `[B, T]`; tokens that run full whatever the rule says
+            (`phases="prefill"`), their `p` is 1.
         recorders: Traces and counters that want to know.
-        everything: Every token runs full, whatever its score (a budget of 1 at inference, a decoding step with
-            `phases="prefill"`), and the host knows it.
-        kept: Bool `[B, T]` by layer index: the tokens that have not left early in this forward pass. Layers add theirs.
-        executor: How the routed part is run at inference, `"auto"` or a row of `execution.executors.EXECUTORS`.
+        everything: Every token runs full, whatever its score (a budget of 1 at inference, a
+            decoding step with `phases="prefill"`), and the host knows it.
+        kept: Bool `[B, T]` by layer index: the tokens that have not left early in this forward
+            pass. Layers add theirs.
+        executor: How the routed part is run at inference, `"auto"` or a row of
+            `execution.executors.EXECUTORS`.
         training: Whether this is a step of training: in training mode, with gradients.
     """
 
@@ -91,7 +96,8 @@ class RoutePlan:
 
 
 class Asked(NamedTuple):
-    """The values that a plan takes from the configuration, read once: another thread may change them at any time."""
+    """The values that a plan takes from the configuration, read once:
+    another thread may change them at any time."""
 
     budget: float
     fixed_threshold: float | None
@@ -99,7 +105,8 @@ class Asked(NamedTuple):
 
 
 def shape_class(batch: int, length: int) -> tuple[bool, int]:
-    """Input shapes that cost about the same: decode or not, and the number of rows to the next power of two."""
+    """Input shapes that cost about the same: decode or not,
+    and the number of rows to the next power of two."""
     return length == 1, (batch * length - 1).bit_length()
 
 
@@ -110,7 +117,8 @@ def plan_of(
     last_tokens: torch.Tensor | None,
     kept: dict[int, torch.Tensor] | None,
 ) -> RoutePlan | None:
-    """`Routing.plan`: the one that was made for the same settings and thresholds before, or a new one."""
+    """`Routing.plan`: the one that was made for the same settings and thresholds before,
+    or a new one."""
     name = routing.adapter()
     if name is None:
         return None
@@ -170,7 +178,8 @@ def make_plan(
     last_tokens: torch.Tensor | None = None,
     only_last: bool = False,
 ) -> RoutePlan:
-    """The plan of the next forward pass of adapter `name`, under the settings of the calling thread.
+    """The plan of the next forward pass of adapter `name`,
+    under the settings of the calling thread.
 
     `last_tokens` run full whatever the rule says; `only_last`: there are no others in this pass.
     """

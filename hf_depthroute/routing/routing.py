@@ -33,13 +33,15 @@ ROUTING = "routing"  # the attribute of a decoder layer that holds its adapter s
 
 
 class Routing(nn.Module, BaseTunerLayer):
-    """All adapter state of one decoder layer; the PEFT tuner layer. It is not called: the decoder layer reads it.
+    """All adapter state of one decoder layer; the PEFT tuner layer.
+
+    It is not called: the decoder layer reads it.
 
     Args:
         layer_index: Index of the decoder layer.
         family: The row of the family table.
-        layer: The decoder layer, to read sizes from; its norms are the templates of the branch's norm, and its device
-            is the one the adapter belongs on.
+        layer: The decoder layer, to read sizes from; its norms are the templates of the branch's
+            norm, and its device is the one the adapter belongs on.
         peft_configs: The model's adapter configurations by name, shared by all layers.
         state: The model's settings at run time, shared by all layers.
     """
@@ -98,13 +100,14 @@ class Routing(nn.Module, BaseTunerLayer):
         self.runs: dict[str, Any] = {}  # of each adapter: what its model card is made of
         # Executors by adapter and `shape_class`: `tune_execution`.
         self.tuned: dict[tuple[str, bool, int], str] = {}
-        # Plans and decoding steps; making one costs as much as a small layer's arithmetic. Threads share what is in it:
-        # each is put there whole, by one assignment, and never changed.
+        # Plans and decoding steps; making one costs as much as a small layer's arithmetic. Threads
+        # share what is in it: each is put there whole, by one assignment, and never changed.
         self.derived = TransientCache()
         self.prompts = 0  # that were read; what is derived serves one of them
 
     def extra_repr(self) -> str:
-        """Each adapter in one line of `print(model)`; the same in equal layers, which fold into one."""
+        """Each adapter in one line of `print(model)`; the same in equal layers,
+        which fold into one."""
         configs = ((name, self.config(name)) for name in self.depth_route_gate)
         return "\n".join(f"{name}: {routing_summary(c, self.layer_index)}" for name, c in configs)
 
@@ -139,7 +142,8 @@ class Routing(nn.Module, BaseTunerLayer):
         self._move_adapter_to_device_of_base_layer(name)
 
     def make_branch(self, target: str, kind: str, rank: int) -> nn.Module:
-        """A branch for this layer, its weights not yet drawn; `kind` and `rank` as `branch` and `branch_rank`."""
+        """A branch for this layer, its weights not yet drawn;
+        `kind` and `rank` as `branch` and `branch_rank`."""
         if kind == "neurons":
             return NeuronBranch(self.norm_in_front("ffn"), self.ffn, self.width, rank)
         small_ffn = kind == "swiglu"
@@ -150,11 +154,13 @@ class Routing(nn.Module, BaseTunerLayer):
         return LowRankBranch(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
 
     def follow(self, name: str, previous: Routing) -> None:
-        """Name the layer that adapter `name` routes before this one; a token that left there stays out here."""
+        """Name the layer that adapter `name` routes before this one;
+        a token that left there stays out here."""
         self._previous[name] = (previous,)
 
     def add_projection(self, name: str, config: DepthRouteConfig, owner: Routing) -> None:
-        """Create adapter `name`'s target projection in the layer that owns it, or refer to the owner's."""
+        """Create adapter `name`'s target projection in the layer that owns it,
+        or refer to the owner's."""
         if owner is self:
             projection = TargetProjection(self.width, config.summary_dim)
             self.depth_route_target[name] = self._initialised(projection, config, "target")
@@ -162,7 +168,8 @@ class Routing(nn.Module, BaseTunerLayer):
         self.projections[name] = (cast(TargetProjection, owner.depth_route_target[name]),)
 
     def adapter(self) -> str | None:
-        """Name of the adapter that routes this layer now; None when the layer runs as the base does.
+        """Name of the adapter that routes this layer now;
+        None when the layer runs as the base does.
 
         Raises:
             ValueError: More than one routed adapter is active.
@@ -177,14 +184,16 @@ class Routing(nn.Module, BaseTunerLayer):
         names = [name for name in self.active_adapters if name in self.depth_route_gate]
         if len(names) > 1:
             raise ValueError(
-                f"only one depth-routed adapter can be active, not {', '.join(names)}; use set_adapter"
+                f"only one depth-routed adapter can be active, not {', '.join(names)}; use "
+                "set_adapter"
             )
         if names:
             return names[0]
         return None
 
     def norm_in_front(self, part: str) -> nn.Module | None:
-        """The base's norm before the `"ffn"` or the `"attention"`; None if the base norms afterwards."""
+        """The base's norm before the `"ffn"` or the `"attention"`;
+        None if the base norms afterwards."""
         norm, in_front = self._norms[0][part]
         if in_front:
             return cast(nn.Module, norm)
@@ -198,11 +207,13 @@ class Routing(nn.Module, BaseTunerLayer):
         return cast(DepthRouteConfig, self.peft_configs[name])
 
     def active_config(self) -> DepthRouteConfig:
-        """The configuration of the adapter that routes this layer now; `ValueError` when there is none."""
+        """The configuration of the adapter that routes this layer now;
+        `ValueError` when there is none."""
         return self.config(self.active_name())
 
     def budget(self) -> float:
-        """The budget that inference of the calling thread follows; `ValueError` when no adapter is active."""
+        """The budget that inference of the calling thread follows;
+        `ValueError` when no adapter is active."""
         return self.state.budget(self.active_config().budget)
 
     def active_target(self) -> TargetTraits:
@@ -214,7 +225,8 @@ class Routing(nn.Module, BaseTunerLayer):
         return GATES[self.active_config().gate_of(self.layer_index)]
 
     def active_quantiles(self) -> ScoreQuantiles:
-        """The quantile table of the adapter that routes this layer now; `ValueError` when there is none."""
+        """The quantile table of the adapter that routes this layer now;
+        `ValueError` when there is none."""
         return cast(ScoreQuantiles, self.depth_route_quantiles[self.active_name()])
 
     def active_controller(self) -> BudgetController | None:
@@ -245,16 +257,20 @@ class Routing(nn.Module, BaseTunerLayer):
 
         Args:
             training: Whether the layer trains.
-            rows: Batch size and positions of the input; `tune_execution` may have chosen an executor for them.
-            last_tokens: Bool `[B, T]`, the last tokens of every sequence. With `phases="prefill"` they run full.
+            rows: Batch size and positions of the input; `tune_execution` may have chosen an
+                executor for them.
+            last_tokens: Bool `[B, T]`, the last tokens of every sequence. With `phases="prefill"`
+                they run full.
             kept: By layer index, the tokens that have not left early in this forward pass.
         """
         return plan_of(self, training, rows, last_tokens, kept)
 
     def score(self, plan: RoutePlan, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`, and what the gate adds.
+        """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`,
+        and what the gate adds.
 
-        A gate that is not trained is a given: no gradient goes through its scores into the layers before it.
+        A gate that is not trained is a given: no gradient goes through its scores into the layers
+        before it.
         """
         gate = self.gate(plan.adapter)
         if torch.is_grad_enabled() and not any(
@@ -274,7 +290,8 @@ class Routing(nn.Module, BaseTunerLayer):
         predicted: torch.Tensor | None = None,
         experts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`decision.decide`; a token that has left early stays out, unless a replay says otherwise."""
+        """`decision.decide`; a token that has left early stays out,
+        unless a replay says otherwise."""
         mask, probs = decide(plan, self.layer_index, scores, token_mask, predicted, experts)
         if not plan.gate.exits:
             return mask, probs
@@ -288,7 +305,8 @@ class Routing(nn.Module, BaseTunerLayer):
         return mask, probs
 
     def _before(self, plan: RoutePlan) -> torch.Tensor | None:
-        """Bool `[B, T]`: tokens that had not left early before this layer; None if none could have."""
+        """Bool `[B, T]`: tokens that had not left early before this layer;
+        None if none could have."""
         assert plan.kept is not None
         layer: Routing = self
         while before := layer._previous.get(plan.adapter):
@@ -302,7 +320,8 @@ class Routing(nn.Module, BaseTunerLayer):
         return super().train(mode)
 
     def forget_prepared(self) -> None:
-        """Drop plans, cast weights and decoding steps; what comes next makes them from the weights as they are then."""
+        """Drop plans, cast weights and decoding steps; what comes next makes them from the weights
+        as they are then."""
         self.prompts += 1
         for module in self.modules():
             kept = module.__dict__.get("_derived")
@@ -355,7 +374,8 @@ class Routing(nn.Module, BaseTunerLayer):
                 part.to(target)
 
     def _initialised(self, module: Any, config: DepthRouteConfig, part: str) -> nn.Module:
-        """`module`, its weights drawn from a generator that depends on the seed, the layer and the part only."""
+        """`module`, its weights drawn from a generator that depends on the seed,
+        the layer and the part only."""
         # Else they come from the adapter file.
         if not any(parameter.is_meta for parameter in module.parameters()):
             salt = {"gate": 1, "branch": 2, "target": 3, "predictor": 4, "memory": 5}[part]

@@ -1,4 +1,5 @@
-"""`RoutedStack`: which layers of a model are routed; made at injection, and kept with the model's decoder."""
+"""`RoutedStack`: which layers of a model are routed; made at injection,
+and kept with the model's decoder."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def routings_of(model: nn.Module) -> list[Routing]:
 
 
 def one_change(model: nn.Module) -> AbstractContextManager[Any]:
-    """Inside the block no other thread changes `model` by what takes this block: their changes wait for its end.
+    """Inside the block no other thread changes `model` by what takes this block:
+    their changes wait for its end.
 
     Two changes at one time could leave some layers with one result and some with the other.
     """
@@ -74,7 +76,8 @@ def one_change(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def in_turn(change: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """`change`, whose first argument is the model that it changes for all threads, inside `one_change`."""
+    """`change`, whose first argument is the model that it changes for all threads,
+    inside `one_change`."""
 
     @functools.wraps(change)
     def waits(model: Any, *args: P.args, **kwargs: P.kwargs) -> R:

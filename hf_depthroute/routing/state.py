@@ -1,4 +1,5 @@
-"""`RunState`: how forward passes of a model run at this moment, beyond what its adapters say; never saved."""
+"""`RunState`: how forward passes of a model run at this moment, beyond what its adapters say;
+never saved."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .trace import RouteRecord, RouteTrace
 
-# From the stream before the routed part, after the full path and after the cheap one, each `[B, T, d]`, to `[B, T]`.
+# From the stream before the routed part, after the full path and after the cheap one, each
+# `[B, T, d]`, to `[B, T]`.
 PathMetric = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -28,16 +30,19 @@ class RunSettings:
     """Settings of the forward passes of one thread.
 
     Attributes:
-        layers: Indices of the layers that may be routed, the others run as the base does; None for all. Empty: the
-            whole model runs at full depth.
+        layers: Indices of the layers that may be routed, the others run as the base does; None for
+            all. Empty: the whole model runs at full depth.
         recorders: Traces and counters that want to know what is decided.
         replay: Decisions to use instead of the model's own.
         selection: Overrides the rule in training and inference: `"topk"` or `"threshold"`.
-        executor: How inference runs the routed part: `"auto"`, or a row of `execution.executors.EXECUTORS`.
-        observed: What losses want to know of both paths in training, by the name that a record has it under.
+        executor: How inference runs the routed part: `"auto"`, or a row of
+            `execution.executors.EXECUTORS`.
+        observed: What losses want to know of both paths in training, by the name that a record has
+            it under.
         budget: Overrides the adapter's budget and a training schedule's.
-        in_full: Bool `[B, T]`, the tokens of an input that run in full with `phases="prefill"`, in training too: the
-            end of a prompt, and the text that stands behind it. None: the last ones of every sequence, in inference.
+        in_full: Bool `[B, T]`, the tokens of an input that run in full with `phases="prefill"`, in
+            training too: the end of a prompt, and the text that stands behind it. None: the last
+            ones of every sequence, in inference.
     """
 
     layers: frozenset[int] | None = None
@@ -66,20 +71,21 @@ class Changes(TypedDict, total=False):
 class RunState:
     """The settings of one model, shared by its routed layers.
 
-    An override belongs to the thread that made it, as `torch.no_grad` does: other threads that run the model at the
-    same time neither see nor end it, and a thread that is started inside the block begins without it. A copy of a
-    model, or a pickle, starts without any.
+    An override belongs to the thread that made it, as `torch.no_grad` does: other threads that run
+    the model at the same time neither see nor end it, and a thread that is started inside the block
+    begins without it. A copy of a model, or a pickle, starts without any.
 
-    The budget in force is that of the calling thread's override, else, in a step of training, the schedule's, else the
-    adapter's own, which is a field of its configuration; the temperature has no override. `budget` and `temperature`
-    say so for everybody.
+    The budget in force is that of the calling thread's override, else, in a step of training, the
+    schedule's, else the adapter's own, which is a field of its configuration; the temperature has
+    no override. `budget` and `temperature` say so for everybody.
 
     Attributes:
         scheduled_budget: The budget in training, while a schedule runs; of all threads.
         scheduled_temperature: The same for `tau`.
         changing: Held by the thread that changes the model (`stack.one_change`).
         gather_costs: `execution.costs.GatherCosts` that `tune_execution` measured; None before.
-        told_of_steps: Whether it was said that decoding steps run in full (`execution.costs.unrouted_steps`).
+        told_of_steps: Whether it was said that decoding steps run in full
+            (`execution.costs.unrouted_steps`).
     """
 
     def __init__(self) -> None:
@@ -91,7 +97,8 @@ class RunState:
         self._thread = _OfThread()
 
     def budget(self, own: float, training: bool = False) -> float:
-        """The budget in force where the adapter's is `own`, in a step of training or in any other forward pass."""
+        """The budget in force where the adapter's is `own`,
+        in a step of training or in any other forward pass."""
         if self.settings.budget is not None:
             return self.settings.budget
         if training and self.scheduled_budget is not None:
@@ -115,7 +122,8 @@ class RunState:
 
     @contextmanager
     def override(self, **changes: Unpack[Changes]) -> Iterator[None]:
-        """Change fields of the calling thread's `RunSettings` inside the block; `recorders` are added to those there.
+        """Change fields of the calling thread's `RunSettings` inside the block;
+        `recorders` are added to those there.
 
         Blocks may end in another order than they began.
 
@@ -135,7 +143,8 @@ class RunState:
 
 
 class _OfThread(threading.local):
-    """Every thread has its own attributes, made when it first asks; a compiler sees them, and guards on them."""
+    """Every thread has its own attributes, made when it first asks; a compiler sees them,
+    and guards on them."""
 
     def __init__(self) -> None:
         self.changes: tuple[Changes, ...] = ()

@@ -1,4 +1,5 @@
-"""The quantile table of a layer's scores, from which the threshold of every budget is read, and the controller.
+"""The quantile table of a layer's scores, from which the threshold of every budget is read,
+and the controller.
 
 Shapes: Q table entries, C routed layers.
 """
@@ -20,18 +21,21 @@ if TYPE_CHECKING:
 TABLE_SIZE = 201  # steps of half a percent
 _ALIKE = 1e-5  # relative; scores of one token in float32 differ by less, by the rows beside it
 NOT_FITTED = (
-    "the thresholds of this adapter were never fitted to its scores, so the share of tokens that runs full is not the "
-    "budget; call calibrate(model, batches), or train with a Trainer or with record_routes and routing_losses"
+    "the thresholds of this adapter were never fitted to its scores, so the share of tokens that "
+    "runs full is not the budget; call calibrate(model, batches), or train with a Trainer or with "
+    "record_routes and routing_losses"
 )
 
 
 class Measured(NamedTuple):
-    """The share of tokens that a table's threshold ran in full on the text that it was fitted to; for the model card.
+    """The share of tokens that a table's threshold ran in full on the text that it was fitted to;
+    for the model card.
 
     Attributes:
         budget: The budget asked for.
         full_ratio: What ran full.
-        where: `"calibration"`, or `"training"`: since its last log entry, on the stream of the training rule.
+        where: `"calibration"`, or `"training"`: since its last log entry, on the stream of the
+            training rule.
     """
 
     budget: float
@@ -40,10 +44,11 @@ class Measured(NamedTuple):
 
 
 class ScoreQuantiles(nn.Module):
-    """The quantile function of a layer's scores at `0, 0.005, ..., 1`; calling it gives the threshold of a budget.
+    """The quantile function of a layer's scores at `0, 0.005, ..., 1`;
+    calling it gives the threshold of a budget.
 
-    Before any training it is the logistic distribution's, `Q(x) = tau * log(x / (1 - x))`, for which a budget `rho`
-    selects the tokens with `p >= 1 - rho`.
+    Before any training it is the logistic distribution's, `Q(x) = tau * log(x / (1 - x))`, for
+    which a budget `rho` selects the tokens with `p >= 1 - rho`.
 
     Args:
         temperature: `tau`.
@@ -67,7 +72,10 @@ class ScoreQuantiles(nn.Module):
         return torch.lerp(values[low], values[low + 1], position - low)
 
     def fitted(self) -> bool:
-        """Whether the table has been tracked in training or set by `calibrate`. Waits for the device."""
+        """Whether the table has been tracked in training or set by `calibrate`.
+
+        Waits for the device.
+        """
         # A table on disk cannot be read here.
         return self.updates.is_meta or self.updates.item() > 0
 
@@ -79,7 +87,9 @@ class ScoreQuantiles(nn.Module):
 
     @torch.no_grad()
     def track(self, table: torch.Tensor, decay: float = 0.95) -> None:
-        """Move towards the table of one more batch. The average starts at the first batch, not at the initial table.
+        """Move towards the table of one more batch.
+
+        The average starts at the first batch, not at the initial table.
 
         A table with NaN, of a batch without a single real token, or with infinity changes nothing.
         """
@@ -91,12 +101,14 @@ class ScoreQuantiles(nn.Module):
 
 
 class BudgetController(nn.Module):
-    """A score threshold that training moves against the sign of the load error, instead of a budget loss.
+    """A score threshold that training moves against the sign of the load error,
+    instead of a budget loss.
 
         theta <- theta + step * sign(load - budget)
 
-    The bias of "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv:2408.15664), on the other
-    side of the comparison: `u - theta >= 0` decides, and no gradient reaches it.
+    The bias of "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"
+    (arXiv:2408.15664), on the other side of the comparison: `u - theta >= 0` decides, and no
+    gradient reaches it.
     """
 
     def __init__(self) -> None:
@@ -115,7 +127,9 @@ class BudgetController(nn.Module):
 
 
 def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-    """Quantiles `[Q]` of `scores` over the entries where `keep` is true. Never waits for the device.
+    """Quantiles `[Q]` of `scores` over the entries where `keep` is true.
+
+    Never waits for the device.
 
     NaN scores are left out. Without a single entry, the result is NaN.
     """
@@ -132,11 +146,13 @@ def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> to
 
 
 def threshold_table(scores: torch.Tensor) -> torch.Tensor:
-    """The `quantile_table` of scores to decide by, `[Q]`: no threshold stands in a group of scores that are alike.
+    """The `quantile_table` of scores to decide by, `[Q]`:
+    no threshold stands in a group of scores that are alike.
 
-    A gate on what depends on the token alone, as before a first layer, gives all its occurrences one score, up to
-    rounding, which would then decide about each of them. Such a threshold goes half-way to the next score, on the side
-    where the share is nearer; the highest group runs in full.
+    A gate on what depends on the token alone, as before a first layer, gives all its occurrences
+    one score, up to rounding, which would then decide about each of them. Such a threshold goes
+    half-way to the next score, on the side where the share is nearer; the highest group runs in
+    full.
 
     Args:
         scores: Finite, of any shape, and not empty.
@@ -156,7 +172,8 @@ def threshold_table(scores: torch.Tensor) -> torch.Tensor:
 
 
 def table_through(knots: Mapping[float, float], fixed: float, size: int) -> torch.Tensor:
-    """A table `[size]` through the knots `{level: score}`, linear in between, never falling, exact at level `fixed`."""
+    """A table `[size]` through the knots `{level: score}`, linear in between, never falling,
+    exact at level `fixed`."""
     levels = np.array(sorted(knots))
     scores, middle = (
         np.array([knots[level] for level in levels]),
@@ -180,10 +197,11 @@ def _never_falling(scores: np.ndarray, low: int, high: int) -> None:
 
 @torch.no_grad()
 def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[torch.Tensor]:
-    """The `quantile_table` of each record's real tokens; over data-parallel processes, their mean weighted by tokens.
+    """The `quantile_table` of each record's real tokens; over data-parallel processes,
+    their mean weighted by tokens.
 
-    Every process gets the same tables, so thresholds never differ between ranks. With `pooled`, all records get the
-    table of their scores together: the one threshold of a global budget.
+    Every process gets the same tables, so thresholds never differ between ranks. With `pooled`, all
+    records get the table of their scores together: the one threshold of a global budget.
     """
     if pooled:
         device = records[0].scores.device

@@ -23,20 +23,24 @@ from .stack import routed_stack, routings_of, state_of
 class RouteRecord:
     """Decisions of one layer in one forward pass.
 
-    With target experts, decisions are about pairs: mask, scores and probs are `[B, T, K]`, K the experts per token. A
-    decision about a sequence stands at all of its positions; where it was made on an earlier call and is only
-    remembered by the KV cache, scores and extras are NaN.
+    With target experts, decisions are about pairs: mask, scores and probs are `[B, T, K]`, K the
+    experts per token. A decision about a sequence stands at all of its positions; where it was made
+    on an earlier call and is only remembered by the KV cache, scores and extras are NaN.
 
     Attributes:
-        mask: Bool `[B, T]`, true where the token ran the full path; with target memory at every real token, times `p`.
+        mask: Bool `[B, T]`, true where the token ran the full path; with target memory at every
+            real token, times `p`.
         scores: Float32 `[B, T]`, `u`.
-        probs: Float32 `[B, T]`, `p = sigmoid(u / tau)`; 1 at the last tokens that `phases="prefill"` runs in full.
-        token_mask: Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask.
+        probs: Float32 `[B, T]`, `p = sigmoid(u / tau)`; 1 at the last tokens that
+            `phases="prefill"` runs in full.
+        token_mask: Bool `[B, T]`, true at real tokens; None when the model was called without a 2D
+            attention mask.
         budget: The budget in force; NaN with target memory, which has none.
-        extras: What the gate adds, each `[B, T, ...]`; also reachable as attributes (`record.q_full`).
+        extras: What the gate adds, each `[B, T, ...]`; also reachable as attributes
+            (`record.q_full`).
         temperature: `tau`; the default is that of `DepthRouteConfig`.
-        threshold: What the scores were compared with, a float or `[]`; None if something else decided, such as
-            top-k, a causal predictor or a replay.
+        threshold: What the scores were compared with, a float or `[]`; None if something else
+            decided, such as top-k, a causal predictor or a replay.
         static: Whether the layer has no gate; its scores are 0.
     """
 
@@ -71,13 +75,17 @@ class RouteRecord:
 class RouteTrace(Mapping[int, RouteRecord]):
     """Layer index -> `RouteRecord`, of the last forward pass inside the `record_routes` block.
 
-    A forward pass assigns by layer index, so a checkpoint's recomputation leaves the same trace. In generation each
-    decoding step overwrites the one before; record the steps one by one and join them with `RouteTrace.cat`.
+    A forward pass assigns by layer index, so a checkpoint's recomputation leaves the same trace. In
+    generation each decoding step overwrites the one before; record the steps one by one and join
+    them with `RouteTrace.cat`.
 
     Attributes:
-        routings: The layers that are being recorded, in order; none of a trace that was made otherwise, or copied.
-        with_graph: Whether forward passes without gradients are passed over, such as those of a reference.
-        make_view: What `show` calls. A trace knows nothing of pages; `hf_depthroute.registration` sets it.
+        routings: The layers that are being recorded, in order; none of a trace that was made
+            otherwise, or copied.
+        with_graph: Whether forward passes without gradients are passed over, such as those of a
+            reference.
+        make_view: What `show` calls. A trace knows nothing of pages; `hf_depthroute.registration`
+            sets it.
     """
 
     make_view: ClassVar[Callable[..., Any]]
@@ -109,7 +117,8 @@ class RouteTrace(Mapping[int, RouteRecord]):
         return f"RouteTrace(layers={list(self)})"
 
     def full_ratio(self) -> dict[int, float]:
-        """`{layer_index: fraction of real tokens that ran full}`; 0 where there are no real tokens."""
+        """`{layer_index: fraction of real tokens that ran full}`;
+        0 where there are no real tokens."""
         ratios = {}
         for index, record in self.items():
             real = record.real.sum()
@@ -122,7 +131,8 @@ class RouteTrace(Mapping[int, RouteRecord]):
         return RouteTrace(kept or self, self.routings)
 
     def positions(self, start: int, stop: int) -> RouteTrace:
-        """The part of the trace at positions `start:stop`, to replay a longer run piece by piece."""
+        """The part of the trace at positions `start:stop`,
+        to replay a longer run piece by piece."""
         return RouteTrace(
             {
                 i: _combined([record], lambda parts: parts[0][:, start:stop])
@@ -138,7 +148,8 @@ class RouteTrace(Mapping[int, RouteRecord]):
         logits: torch.Tensor | None = None,
         prompt_length: int | None = None,
     ) -> Any:
-        """The decisions as coloured text, with every layer's score and threshold; a notebook displays the result.
+        """The decisions as coloured text, with every layer's score and threshold;
+        a notebook displays the result.
 
             trace.show(tokenizer, batch["input_ids"])
 
@@ -149,7 +160,8 @@ class RouteTrace(Mapping[int, RouteRecord]):
             prompt_length: Tokens before the generated ones, if text was generated.
 
         Returns:
-            A `report.tokens.TokenView`: `_repr_html_` for notebooks, `save("page.html")` for everything else.
+            A `report.tokens.TokenView`: `_repr_html_` for notebooks, `save("page.html")` for
+            everything else.
 
         Raises:
             ValueError: The trace is empty, or `input_ids` or `logits` do not have its shape.
@@ -168,7 +180,8 @@ class RouteTrace(Mapping[int, RouteRecord]):
 
 
 class RouteCounter:
-    """Tokens run full and tokens seen, per layer, summed over forward passes; the sums stay on the device."""
+    """Tokens run full and tokens seen, per layer, summed over forward passes;
+    the sums stay on the device."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -197,9 +210,10 @@ class RouteCounter:
 def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
     """Record what every routed layer of `model` decides.
 
-    Works in training and in inference, on a `PeftModel`, its base model or any module around them. The output stays
-    what it is, but for decoding on a CPU: there the general forward pass stands in for its fused steps, which round
-    differently. In bfloat16 a decision close to its threshold may flip.
+    Works in training and in inference, on a `PeftModel`, its base model or any module around them.
+    The output stays what it is, but for decoding on a CPU: there the general forward pass stands in
+    for its fused steps, which round differently. In bfloat16 a decision close to its threshold may
+    flip.
 
         with record_routes(model) as trace:
             model(**batch)
@@ -215,7 +229,8 @@ def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
 
 @contextmanager
 def count_routes(model: nn.Module) -> Iterator[RouteCounter]:
-    """Count what every routed layer of `model` decides over all forward passes in the block, such as a generation.
+    """Count what every routed layer of `model` decides over all forward passes in the block,
+    such as a generation.
 
     Raises:
         ValueError: `model` has no routed layer.
@@ -229,33 +244,40 @@ def count_routes(model: nn.Module) -> Iterator[RouteCounter]:
 def replay_routes(model: nn.Module, trace: RouteTrace) -> Iterator[None]:
     """Run `model` with the decisions of `trace` instead of its own; scores are still computed.
 
-    With target memory these are the `probs`: a trace whose `probs` are all 0 forces the memory off. A layer that
-    `trace` does not hold decides for itself.
+    With target memory these are the `probs`: a trace whose `probs` are all 0 forces the memory off.
+    A layer that `trace` does not hold decides for itself.
 
     Raises:
-        ValueError: `model` has no routed layer. A forward pass raises it when a mask does not have the input's shape.
+        ValueError: `model` has no routed layer. A forward pass raises it when a mask does not have
+            the input's shape.
     """
     with state_of(model).override(replay=trace):
         yield
 
 
 def run_in_full(model: nn.Module, tokens: torch.Tensor) -> AbstractContextManager[None]:
-    """Inside the block these tokens run in full with `phases="prefill"`, in place of the last ones of every sequence.
+    """Inside the block these tokens run in full with `phases="prefill"`,
+    in place of the last ones of every sequence.
 
-    So a prompt and the text behind it are read in one forward pass, as they are served in several; in training, too.
+    So a prompt and the text behind it are read in one forward pass, as they are served in several;
+    in training, too.
 
     Args:
         model: A model with routed layers.
-        tokens: Bool `[B, T]`, in the shape of the input: the end of the prompt, and all that stands behind it.
+        tokens: Bool `[B, T]`, in the shape of the input: the end of the prompt, and all that stands
+            behind it.
 
     Raises:
-        ValueError: `model` has no routed layer. A forward pass raises it when `tokens` does not have its shape.
+        ValueError: `model` has no routed layer. A forward pass raises it when `tokens` does not
+            have its shape.
     """
     return state_of(model).override(in_full=tokens)
 
 
 def full_depth(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside the block every layer of `model` runs in full; adapters of other methods stay on. Not its draft views.
+    """Inside the block every layer of `model` runs in full; adapters of other methods stay on.
+
+    Not its draft views.
 
     For the calling thread only: others that run the model meanwhile are routed as ever.
     """

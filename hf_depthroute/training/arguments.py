@@ -1,8 +1,8 @@
 """`RoutingArguments`: loss weights and schedules of a training run.
 
-Name, default and description of every one stand here once: the options of `hf-depthroute train` and the default weights
-of `LOSSES` are read from these fields. The module imports nothing heavy, so that `--help` answers at once; `losses`
-fills in the rows of `LOSSES`.
+Name, default and description of every one stand here once: the options of `hf-depthroute train` and
+the default weights of `LOSSES` are read from these fields. The module imports nothing heavy, so
+that `--help` answers at once; `losses` fills in the rows of `LOSSES`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class LossTerm:
     Attributes:
         weight: The default weight.
         compute: The loss; None if the term does not apply.
-        observe: Where the loss needs more of a forward pass than its trace: a context manager of the model, around the
-            pass. What it yields is `inputs.observed[observe]`, once for all rows with the same one.
-        metrics: Where it needs a number of both paths of a token: functions of the stream before the routed part, after
-            the full path and after the cheap one, each `[B, T, d]`, to `[B, T]`. Each record of the trace has their
-            results, without gradient, by these names.
+        observe: Where the loss needs more of a forward pass than its trace: a context manager of
+            the model, around the pass. What it yields is `inputs.observed[observe]`, once for all
+            rows with the same one.
+        metrics: Where it needs a number of both paths of a token: functions of the stream before
+            the routed part, after the full path and after the cheap one, each `[B, T, d]`, to
+            `[B, T]`. Each record of the trace has their results, without gradient, by these names.
     """
 
     weight: float
@@ -58,42 +59,56 @@ class RoutingArguments:
         train_gates: Train the gates; without it they decide as they are, and the branches learn.
         lm_weight: Weight of the language-model loss.
         jepa_weight: Weight of the JEPA alignment loss (JEPA gate only).
-        jepa_targets: `"paired"`, or `"deranged"`: every token is aligned with the outcome of another one.
-        util_weight: Weight of the regression of scores on the oracle's labels; applies when there is an `oracle`.
-        rank_weight: Weight of the pairwise ranking by the oracle's labels; applies when there is an `oracle`.
+        jepa_targets: `"paired"`, or `"deranged"`: every token is aligned with the outcome of
+            another one.
+        util_weight: Weight of the regression of scores on the oracle's labels; applies when there
+            is an `oracle`.
+        rank_weight: Weight of the pairwise ranking by the oracle's labels; applies when there is an
+            `oracle`.
         budget_weight: Weight of the budget loss.
         alive_weight: Weight of the alive loss.
         alive_min: Mean gate probability below which the alive loss begins, its `p_min`.
         cgs_weight: Weight of counterfactual gate supervision; with 0 its labels are not computed.
         z_weight: Weight of the z-loss on the scores' scale.
-        distill_weight: Weight of the divergence from the dense model, which runs once more per step.
+        distill_weight: Weight of the divergence from the dense model, which runs once more per
+            step.
         capacity_weight: Weight of Router-Tuning's `ReLU(mean(M) - budget)`.
-        depth_weight: Weight of token-selective attention's mean active probability; 0.001 in its paper.
-        squared_depth_weight: Weight of FlexiDepth's penalty on the square of a token's depth; 1e-4, then 1e-5 in the
-            code of its authors.
-        similarity_weight: Weight of the labels by the similarity of the stream before and after the full path (DLO).
+        depth_weight: Weight of token-selective attention's mean active probability; 0.001 in its
+            paper.
+        squared_depth_weight: Weight of FlexiDepth's penalty on the square of a token's depth; 1e-4,
+            then 1e-5 in the code of its authors.
+        similarity_weight: Weight of the labels by the similarity of the stream before and after the
+            full path (DLO).
         recoverability_weight: Weight of the labels by what the cheap path misses of the full one.
-        predictor_weight: Weight of the causal predictor's loss; applies with `causal_rule="predictor"`.
-        exit_weight: Weight of the cross-entropy of early exits, one at the input of every routed layer.
-        loss_weights: Weights of rows that other packages have added to `LOSSES`, by name, as a dictionary or as JSON
-            text: `{"entropy": 0.01}`. A row that is not named here has its own default weight.
-        controller_step: How far one optimizer step moves a threshold of an adapter with `selection="controller"`.
-        fused_loss: Compute the language-model loss without logits wherever model, losses and Trainer allow it.
-            The value is the same. `DepthRouteTrainer.fused_loss_obstacle` says what does not allow it.
-        oracle: Where the labels of `util` and `rank` come from: `"all_full"` (other routed layers run full),
-            `"on_policy"` (they follow the gate), or `"none"`.
+        predictor_weight: Weight of the causal predictor's loss; applies with
+            `causal_rule="predictor"`.
+        exit_weight: Weight of the cross-entropy of early exits, one at the input of every routed
+            layer.
+        loss_weights: Weights of rows that other packages have added to `LOSSES`, by name, as a
+            dictionary or as JSON text: `{"entropy": 0.01}`. A row that is not named here has its
+            own default weight.
+        controller_step: How far one optimizer step moves a threshold of an adapter with
+            `selection="controller"`.
+        fused_loss: Compute the language-model loss without logits wherever model, losses and
+            Trainer allow it. The value is the same. `DepthRouteTrainer.fused_loss_obstacle` says
+            what does not allow it.
+        oracle: Where the labels of `util` and `rank` come from: `"all_full"` (other routed layers
+            run full), `"on_policy"` (they follow the gate), or `"none"`.
         oracle_window: `W`, tokens whose loss a label looks at.
         oracle_gamma: Decay of that window, in [0, 1].
         oracle_warmup: First optimizer step with labels.
-        oracle_interval: Steps from one refresh of the labels to the next; in between `util` and `rank` are absent.
-        cgs_warmup: First optimizer step with counterfactual gate supervision, which labels one layer per refresh, in
-            turn.
+        oracle_interval: Steps from one refresh of the labels to the next; in between `util` and
+            `rank` are absent.
+        cgs_warmup: First optimizer step with counterfactual gate supervision, which labels one
+            layer per refresh, in turn.
         cgs_interval: Steps from one refresh of its labels to the next.
-        budget_start: Budget at step 0; it falls linearly to the adapter's over `budget_schedule_steps`.
+        budget_start: Budget at step 0; it falls linearly to the adapter's over
+            `budget_schedule_steps`.
         budget_schedule_steps: Length of the budget schedule in optimizer steps; 0 for none.
         temperature_start: Gate temperature at step 0; it moves linearly to the adapter's over
             `temperature_schedule_steps`.
-        temperature_schedule_steps: Length of the temperature schedule in optimizer steps; 0 for none.
+        temperature_schedule_steps: Length of the temperature schedule in optimizer steps; 0 for
+            none.
     """
 
     train_gates: bool = True
@@ -151,7 +166,8 @@ class RoutingArguments:
             if name not in LOSSES:
                 known = ", ".join(dict.fromkeys((*OWN_LOSSES, *LOSSES)))
                 raise ConfigError(
-                    f"loss_weights: there is no loss {name!r}; import what adds it to LOSSES, or use one of: {known}"
+                    f"loss_weights: there is no loss {name!r}; import what adds it to LOSSES, or "
+                    f"use one of: {known}"
                 )
         self.loss_weights = given
         numbers = {f"{name}_weight": weight for name, weight in self.weights().items()}
@@ -170,7 +186,8 @@ class RoutingArguments:
         }.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not supported; use one of: {', '.join(allowed)}"
+                    f"{name}={getattr(self, name)!r} is not supported; use one of: "
+                    f"{', '.join(allowed)}"
                 )
         if not 0 < self.temperature_start < float("inf"):
             raise ConfigError(

@@ -1,7 +1,9 @@
-"""Routing losses for a Trainer that is not ours: a callback, and the hook that adds it to a Trainer that has none.
+"""Routing losses for a Trainer that is not ours: a callback,
+and the hook that adds it to a Trainer that has none.
 
-`trl.SFTTrainer(peft_config=DepthRouteConfig(...))` injects the adapter itself, and takes its loss from elsewhere than
-the model's output. So the losses are added where every Trainer has its own: around `compute_loss`, while training runs.
+`trl.SFTTrainer(peft_config=DepthRouteConfig(...))` injects the adapter itself, and takes its loss
+from elsewhere than the model's output. So the losses are added where every Trainer has its own:
+around `compute_loss`, while training runs.
 """
 
 from __future__ import annotations
@@ -100,16 +102,20 @@ class RoutingCallback(TrainerCallback):
 
 
 class DepthRouteCallback(RoutingCallback):
-    """Routing losses, schedules and diagnostics for `transformers.Trainer`, `trl.SFTTrainer` and their subclasses.
+    """Routing losses, schedules and diagnostics for `transformers.Trainer`,
+    `trl.SFTTrainer` and their subclasses.
 
-        SFTTrainer(model, peft_config=DepthRouteConfig(), callbacks=[DepthRouteCallback(arguments=RoutingArguments())])
+        SFTTrainer(model, peft_config=DepthRouteConfig(),
+        callbacks=[DepthRouteCallback(arguments=RoutingArguments())])
 
-    While training runs, the trainer's loss includes the routing losses, and every log entry gets the loss terms and the
-    per-layer diagnostics. A trainer that is given none gets one with default weights when it trains a routed model.
+    While training runs, the trainer's loss includes the routing losses, and every log entry gets
+    the loss terms and the per-layer diagnostics. A trainer that is given none gets one with default
+    weights when it trains a routed model.
 
     Args:
         trainer: The trainer it is added to; found out by itself when that trains.
-        arguments: Weights and schedules; by default those among the trainer's arguments, else the defaults.
+        arguments: Weights and schedules; by default those among the trainer's arguments, else the
+            defaults.
     """
 
     def __init__(
@@ -156,7 +162,8 @@ def routed_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     fused: AbstractContextManager[None] | None = None,
 ) -> Any:
-    """The trainer's own `compute_loss`, `plain`, plus the routing losses; in evaluation, `plain` alone.
+    """The trainer's own `compute_loss`, `plain`, plus the routing losses; in evaluation,
+    `plain` alone.
 
     Raises:
         ValueError: The loss came from no forward pass of the routed model that has gradients.
@@ -166,7 +173,8 @@ def routed_loss(
         with served:
             return plain(model, inputs, return_outputs, num_items_in_batch)
     labels = inputs.get("labels")  # the Trainer may pop them
-    # A `compute_loss` other than the Trainer's may run the model again to have outputs, or make no logits at all.
+    # A `compute_loss` other than the Trainer's may run the model again to have outputs, or make no
+    # logits at all.
     asks = return_outputs or is_standard(plain)
     with objective.watching() as watched, _as_deployed(trainer, objective.model), served:
         with fused or nullcontext():
@@ -179,8 +187,9 @@ def routed_loss(
         seen = any(record.probs.requires_grad for record in watched.trace.values())
         if lm.requires_grad and not seen and _trains_routers(active_routings(objective.model)):
             raise ValueError(
-                f"{type(trainer).__name__}.compute_loss made its loss without a forward pass of the routed model that "
-                "has gradients, which the routing losses need; let it call the model outside of torch.no_grad()"
+                f"{type(trainer).__name__}.compute_loss made its loss without a forward pass of "
+                "the routed model that has gradients, which the routing losses need; let it call "
+                "the model outside of torch.no_grad()"
             )
         share = _share(trainer, num_items_in_batch)
         logits = None
@@ -199,10 +208,11 @@ def routed_loss(
 
 @contextmanager
 def _as_deployed(trainer: Trainer, model: nn.Module) -> Iterator[None]:
-    """Decide as inference does where a trainer compares the policy with a reference or with its own rollouts.
+    """Decide as inference does where a trainer compares the policy with a reference or with
+    its own rollouts.
 
-    DPO, KTO, GRPO and RLOO need the log-probabilities of the model that generates. Under top-k a token's depends on
-    later tokens.
+    DPO, KTO, GRPO and RLOO need the log-probabilities of the model that generates. Under top-k a
+    token's depends on later tokens.
     """
     configs = [routing.active_config() for routing in active_routings(model)]
     if not hasattr(trainer, "ref_model") or any(GATES[config.gate].soft for config in configs):
@@ -221,7 +231,8 @@ def is_standard(compute_loss: Any) -> bool:
 
 def _share(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) -> float:
     """This batch's part of the optimizer step, for terms that are means over one batch."""
-    # Where the Trainer divides by the tokens of the whole step, it does not by the number of accumulated batches.
+    # Where the Trainer divides by the tokens of the whole step, it does not by the number of
+    # accumulated batches.
     divided = getattr(trainer, "loss_is_scaled_for_ga", None)
     if divided is None:
         counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -233,13 +244,15 @@ def _share(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) -> f
 
 @contextmanager
 def provided(trainer: Trainer) -> Iterator[None]:
-    """Train inside the block: a `DepthRouteCallback` knows its trainer, and routers that train have one.
+    """Train inside the block: a `DepthRouteCallback` knows its trainer,
+    and routers that train have one.
 
-    A trainer with routing losses prints readable lines. Whatever ends the block, schedules and frozen gates end too.
+    A trainer with routing losses prints readable lines. Whatever ends the block, schedules and
+    frozen gates end too.
 
     Raises:
-        ValueError: The model is routed, and no parameter of it trains; the losses would be added twice; or
-            `DataParallel` would copy the model.
+        ValueError: The model is routed, and no parameter of it trains; the losses would be added
+            twice; or `DataParallel` would copy the model.
     """
     model = cast(nn.Module, trainer.model)
     stack = routed_stack(model)
@@ -253,8 +266,8 @@ def provided(trainer: Trainer) -> Iterator[None]:
     if len(ours) > 1:
         names = " and ".join(type(callback).__name__ for callback in ours)
         raise ValueError(
-            f"{type(trainer).__name__} would add the routing losses {len(ours)} times ({names}): leave one in; "
-            "DepthRouteTrainer has its own"
+            f"{type(trainer).__name__} would add the routing losses {len(ours)} times ({names}): "
+            "leave one in; DepthRouteTrainer has its own"
         )
     for callback in ours:
         if isinstance(callback, DepthRouteCallback):
@@ -268,9 +281,9 @@ def provided(trainer: Trainer) -> Iterator[None]:
         trainer.add_callback(ours[0])
     if ours and trainer.args.n_gpu > 1:
         raise ValueError(
-            f"{trainer.args.n_gpu} GPUs in one process: DataParallel runs copies of the model in threads, where "
-            "routing losses see no decision; start one process for each GPU (accelerate launch, torchrun), or set "
-            "CUDA_VISIBLE_DEVICES=0"
+            f"{trainer.args.n_gpu} GPUs in one process: DataParallel runs copies of the model in "
+            "threads, where routing losses see no decision; start one process for each GPU "
+            "(accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES=0"
         )
     if ours:
         print_lines(trainer)

@@ -1,8 +1,8 @@
 """Training checkpoints that say whether they are whole.
 
-A Trainer resumes from the checkpoint with the highest step, also from one whose writing was killed half-way. Here a
-marker is written last, after everything else has reached the disk; a checkpoint without it, or without one of the files
-that it lists, is passed over.
+A Trainer resumes from the checkpoint with the highest step, also from one whose writing was killed
+half-way. Here a marker is written last, after everything else has reached the disk; a checkpoint
+without it, or without one of the files that it lists, is passed over.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def fault_of(folder: Path) -> str | None:
 
 
 def read_routing_state(path: Path) -> dict[str, float]:
-    """Check the state that `RoutingObjective.state` returned; ValueError or TypeError for anything else."""
+    """Check the state that `RoutingObjective.state` returned;
+    ValueError or TypeError for anything else."""
     found = json.loads(read_file(path, _MAX_BYTES))
     temperature: Any = None
     if isinstance(found, dict):
@@ -136,9 +137,9 @@ def check_complete(folder: Path) -> None:
 def rotate(newest: Path, limit: int | None, best: Path | None = None) -> None:
     """Delete checkpoints other than `newest`, the lowest steps first, until `limit` are left.
 
-    transformers goes by modification times, by which a restored backup is newer than what was just written. `newest`
-    stays, also where a run went back to a lower step than others here have, and so does `best`; `limit` is that of
-    `save_total_limit`, None or 0 for all.
+    transformers goes by modification times, by which a restored backup is newer than what was just
+    written. `newest` stays, also where a run went back to a lower step than others here have, and
+    so does `best`; `limit` is that of `save_total_limit`, None or 0 for all.
     """
     there = checkpoints_in(newest.parent)
     kept = {path.resolve() for path in (newest, best) if path is not None}

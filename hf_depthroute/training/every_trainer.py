@@ -1,7 +1,8 @@
 """Every `transformers.Trainer` that trains routers trains them with the routing losses.
 
-A Trainer hands itself to none of its callbacks, so `Trainer.train` is wrapped. Its module takes a second to import, and
-most programs never train: it is wrapped when an adapter is injected that can train, or that finds it imported.
+A Trainer hands itself to none of its callbacks, so `Trainer.train` is wrapped. Its module takes a
+second to import, and most programs never train: it is wrapped when an adapter is injected that can
+train, or that finds it imported.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from ..config.adapter import DepthRouteConfig
 
 
 def install_for(config: DepthRouteConfig) -> None:
-    """Done after an injection: wrap `Trainer.train`, unless nothing trains; a second call does nothing."""
+    """Done after an injection: wrap `Trainer.train`, unless nothing trains;
+    a second call does nothing."""
     if config.inference_mode and "transformers.trainer" not in sys.modules:
         return
     from transformers import Trainer

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 
 class Exits(dict[int, torch.Tensor]):
-    """Layer index -> the stream that entered the routed layer, `[B, T, d]` with graph; filled by `observe_exits`.
+    """Layer index -> the stream that entered the routed layer, `[B, T, d]` with graph;
+    filled by `observe_exits`.
 
     Attributes:
         lm_head: The model's.
-        token_mask: Bool `[B, T]`, true at real tokens, whether or not gates decide about them; None: all are real.
+        token_mask: Bool `[B, T]`, true at real tokens, whether or not gates decide about them;
+            None: all are real.
     """
 
     lm_head: LMHead
@@ -40,7 +42,8 @@ class Exits(dict[int, torch.Tensor]):
 
 @contextmanager
 def observe_exits(model: nn.Module) -> Iterator[Exits]:
-    """Keep the streams that enter the routed layers in the last forward pass inside the block; changes nothing.
+    """Keep the streams that enter the routed layers in the last forward pass inside the block;
+    changes nothing.
 
     Raises:
         ValueError: No depth-routed adapter is active.
@@ -69,9 +72,11 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
 
 
 def exit_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """Mean next-token cross-entropy of the tied LM head on the stream that enters each routed layer, in nats.
+    """Mean next-token cross-entropy of the tied LM head on the stream that enters each
+    routed layer, in nats.
 
-    With L exits in all, the final one included, weights `lm` 1/L and `exit` (L - 1)/L give the mean over exits.
+    With L exits in all, the final one included, weights `lm` 1/L and `exit` (L - 1)/L give the mean
+    over exits.
     """
     exits: Exits | None = inputs.observed.get(observe_exits)
     if exits is None:
@@ -84,7 +89,8 @@ def exit_loss(inputs: LossInputs) -> torch.Tensor | None:
 def exit_cross_entropy(
     exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Tensor | None
 ) -> torch.Tensor:
-    """`exit_loss` over the predicted tokens of all processes; the backward pass makes each layer's logits again."""
+    """`exit_loss` over the predicted tokens of all processes;
+    the backward pass makes each layer's logits again."""
     counted_BT = predicting(labels_BT, real_BT)
     targets_N = labels_BT[:, 1:][counted_BT]
     losses: list[Any] = []

@@ -1,10 +1,12 @@
-"""Forks of a forward pass: the layers below the first routed one run once, all forks share the rest as one batch.
+"""Forks of a forward pass: the layers below the first routed one run once,
+all forks share the rest as one batch.
 
-Shapes: F streams, the trunk first, B batch, T positions, N predicted tokens, d model width, V vocabulary.
+Shapes: F streams, the trunk first, B batch, T positions, N predicted tokens, d model width, V
+vocabulary.
 
-`observe_prefix` watches the model's own forward pass and keeps what it handed to the first routed layer. `run_forks`
-sends that stream, and every fork of it, through the remaining layers; `fork_losses` takes them through the LM head in
-chunks, so that logits of a whole batch never exist.
+`observe_prefix` watches the model's own forward pass and keeps what it handed to the first routed
+layer. `run_forks` sends that stream, and every fork of it, through the remaining layers;
+`fork_losses` takes them through the LM head in chunks, so that logits of a whole batch never exist.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
 from .trace_statistics import mean_of_all
 
-# From the trunk's stream after the full path, the cheap path and the policy's, each [B, T, d], to streams [K, B, T, d].
+# From the trunk's stream after the full path, the cheap path and the policy's, each [B, T, d], to
+# streams [K, B, T, d].
 Fork = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -42,8 +45,10 @@ class Prefix:
     """The arguments of the decoder layers from the first routed one on; filled by `observe_prefix`.
 
     Attributes:
-        hidden: The stream that enters the first routed layer, `[B, T, d]`, without graph; None before the first pass.
-        final: The stream that leaves the last layer, `[B, T, d]`, with graph; None before the first pass.
+        hidden: The stream that enters the first routed layer, `[B, T, d]`, without graph; None
+            before the first pass.
+        final: The stream that leaves the last layer, `[B, T, d]`, with graph; None before the first
+            pass.
         kwargs: The layers' keyword arguments, without a KV cache.
         context: What the stack told the layers.
     """
@@ -53,7 +58,8 @@ class Prefix:
         self.model = model
         self.layers: list[Any] = list(stack_of(model).layers)[first:]
         self.lm_head = LMHead(model)
-        # Forks call parts of layers, past the hooks of whatever moves or gathers weights around a whole layer.
+        # Forks call parts of layers, past the hooks of whatever moves or gathers weights around a
+        # whole layer.
         modules = [*self.layers, self.lm_head.norm, self.lm_head.head]
         parameters = [parameter for module in modules for parameter in module.parameters()]
         if any(
@@ -63,7 +69,8 @@ class Prefix:
             raise ValueError("oracle and distill losses do not work under FSDP or ZeRO-3; use DDP")
         if len({parameter.device for parameter in parameters}) > 1:
             raise ValueError(
-                "oracle and distill losses do not work with a model that is split over several devices"
+                "oracle and distill losses do not work with a model that is split over several "
+                "devices"
             )
         self.hidden: torch.Tensor | None = None
         self.final: torch.Tensor | None = None
@@ -74,7 +81,8 @@ class Prefix:
         self._with_graph = False
 
     def observe(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the layers; a pass without gradients does not take the place of one with them."""
+        """Forward pre-hook of the layers; a pass without gradients does not take the place
+        of one with them."""
         if self.passed_over():
             return
         kwargs = {**kwargs, **dict(zip(layer._argument_names, args[1:]))}
@@ -95,12 +103,14 @@ class Prefix:
         self.kwargs.append(without_cache(kwargs))
 
     def passed_over(self) -> bool:
-        """Whether this forward pass, such as that of a reference, has no gradients, and one that is kept has."""
+        """Whether this forward pass, such as that of a reference, has no gradients,
+        and one that is kept has."""
         return self._with_graph and not torch.is_grad_enabled()
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """The number of the packed document that a position is in, int64 `[1 or B, T]`; None if layers get none."""
+        """The number of the packed document that a position is in, int64 `[1 or B, T]`;
+        None if layers get none."""
         positions = self.kwargs[0].get("position_ids")
         if positions is None or positions.ndim != 2:
             return None
@@ -118,10 +128,12 @@ class Prefix:
 
 @contextmanager
 def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
-    """Keep what the last forward pass inside the block handed to the first routed layer; costs and changes nothing.
+    """Keep what the last forward pass inside the block handed to the first routed layer;
+    costs and changes nothing.
 
     Raises:
-        ValueError: No depth-routed adapter is active, or the model is split over devices or processes.
+        ValueError: No depth-routed adapter is active, or the model is split over devices or
+            processes.
     """
     prefix = Prefix(model)
     observe = of_this_thread(prefix.observe)
@@ -147,12 +159,13 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
 def run_forks(
     prefix: Prefix, on_policy: bool, fork: Fork | None, layers: Collection[int] | None = None
 ) -> tuple[torch.Tensor, dict[int, range]]:
-    """Send the trunk and its forks through the observed layers, as one batch; it is no step of training.
+    """Send the trunk and its forks through the observed layers, as one batch;
+    it is no step of training.
 
     Args:
         prefix: From `observe_prefix`, after a forward pass, inside `prefix.replaying()`.
-        on_policy: Whether routed layers follow the gate; otherwise they run full. Static layers take the cheap path in
-            either case, unless nothing is forked: then all is dense.
+        on_policy: Whether routed layers follow the gate; otherwise they run full. Static layers
+            take the cheap path in either case, unless nothing is forked: then all is dense.
         fork: Makes the new streams of a layer; None for the trunk alone.
         layers: Indices of the layers to fork at; default: all routed ones.
 
@@ -209,7 +222,8 @@ def run_forks(
 def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The streams as the gate has them, and the trunk's after the full and the cheap path.
 
-    The forks are made of either path of the trunk, the first `batch` sequences; they themselves need one.
+    The forks are made of either path of the trunk, the first `batch` sequences; they themselves
+    need one.
     """
     # Without attention, sparse execution looks at no other token.
     alone = call.plan.mix == "hard" and not call.plan.target.skips_attention
@@ -225,7 +239,8 @@ def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def _check_forkable(plan: RoutePlan) -> None:
-    """Raise `ValueError` for adapters whose two paths are not a choice between two streams at one token."""
+    """Raise `ValueError` for adapters whose two paths are not a choice between two
+    streams at one token."""
     config = plan.config
     gate = GATES[plan.config.gate]
     refused = {
@@ -244,7 +259,8 @@ def _check_forkable(plan: RoutePlan) -> None:
 def fork_losses(
     prefix: Prefix, streams_FBTd: torch.Tensor, labels_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of every position's prediction, float32 `[F, B, T]`, 0 where nothing is predicted, and where."""
+    """Cross-entropy of every position's prediction, float32 `[F, B, T]`,
+    0 where nothing is predicted, and where."""
     labels_BT = labels_BT.to(streams_FBTd.device)
     counted_BT = _counted(prefix, labels_BT)
     targets_N = labels_BT.roll(-1, dims=1)[counted_BT].repeat(len(streams_FBTd))
@@ -257,9 +273,11 @@ def fork_losses(
 def divergence_from_dense(
     prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Mean over the predicted tokens of all processes of `KL(dense || routed)`, in nats; differentiable in the logits.
+    """Mean over the predicted tokens of all processes of `KL(dense || routed)`, in nats;
+    differentiable in the logits.
 
-    The dense model is this one with every routed layer full, so the teacher costs no weights of its own.
+    The dense model is this one with every routed layer full, so the teacher costs no weights of its
+    own.
     """
     with prefix.replaying():
         trunk_1BTd, _ = run_forks(prefix, on_policy=False, fork=None)
@@ -298,7 +316,8 @@ def _repeat_rows(value_B: torch.Tensor, batch: int, count: int) -> torch.Tensor:
 
 
 def _repeat(value: Any, batch: int, count: int) -> Any:
-    """A layer's argument for `count` times the batch; what broadcasts over the batch stays as it is."""
+    """A layer's argument for `count` times the batch;
+    what broadcasts over the batch stays as it is."""
     if isinstance(value, tuple):
         return tuple(_repeat(part, batch, count) for part in value)
     if hasattr(value, "kv_num_blocks"):

@@ -1,9 +1,10 @@
-"""The language-model loss from hidden states: logits exist for a few rows at a time, never as `[B, T, V]`.
+"""The language-model loss from hidden states: logits exist for a few rows at a time,
+never as `[B, T, V]`.
 
-Loss and gradient of a chunk are computed together while its logits are there, so the forward pass leaves one gradient
-`[N, d]` instead of logits, log-probabilities and their gradient, each `[N, V]`. Where the LM head is frozen, as
-it is when only routers train, no gradient of its weight is computed. On CUDA, where the package `liger-kernel` is
-installed, its kernel is used.
+Loss and gradient of a chunk are computed together while its logits are there, so the forward pass
+leaves one gradient `[N, d]` instead of logits, log-probabilities and their gradient, each `[N, V]`.
+Where the LM head is frozen, as it is when only routers train, no gradient of its weight is
+computed. On CUDA, where the package `liger-kernel` is installed, its kernel is used.
 
 Shapes: B batch, T positions, N predicted tokens, d model width, V vocabulary.
 """
@@ -23,23 +24,27 @@ from ..base.families import FAMILIES
 from ..base.lm_head import logit_change
 from ..base.readable import is_watched, is_whole
 
-# Float32 logits that exist at one time, in elements. The head's weight is read twice a chunk; with fewer, that shows.
+# Float32 logits that exist at one time, in elements. The head's weight is read twice a chunk; with
+# fewer, that shows.
 _LOGITS = {"cpu": 2**24, "cuda": 2**27}
 
 
 class FusedLoss:
-    """Inside the block, `model(..., labels=labels).loss` is computed without logits; its value is the same.
+    """Inside the block, `model(..., labels=labels).loss` is computed without logits;
+    its value is the same.
 
         with FusedLoss(model):
             loss = model(**batch).loss
 
-    The LM head hands the hidden states on, and the model's loss function applies it chunk by chunk. What the output
-    calls `logits` then are the hidden states. A call without labels has no place in the block. One object serves many
-    blocks: a compiled model is compiled for its functions. Other threads that run the model meanwhile have logits.
+    The LM head hands the hidden states on, and the model's loss function applies it chunk by chunk.
+    What the output calls `logits` then are the hidden states. A call without labels has no place in
+    the block. One object serves many blocks: a compiled model is compiled for its functions. Other
+    threads that run the model meanwhile have logits.
 
     Raises:
         ValueError: `model` is none that this works for; `fused_loss_obstacle` says why.
-        RuntimeError: In the forward pass: the model changes its logits between the head and the loss.
+        RuntimeError: In the forward pass: the model changes its logits between the head and the
+            loss.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,7 +88,8 @@ class FusedLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """transformers' `ForCausalLMLoss`, with the hidden states `[B, T, d]` in place of the logits."""
+        """transformers' `ForCausalLMLoss`, with the hidden states `[B, T, d]` in
+        place of the logits."""
         if self._is_other_thread():
             items = cast(torch.Tensor | None, num_items_in_batch)  # transformers takes numbers too
             return ForCausalLMLoss(
@@ -91,8 +97,8 @@ class FusedLoss:
             )
         if logits is not self._passed:
             raise RuntimeError(
-                f"{type(self._base).__name__} changes its logits between the LM head and the loss, which a fused loss "
-                "cannot follow; set fused_loss=False"
+                f"{type(self._base).__name__} changes its logits between the LM head and the loss, "
+                "which a fused loss cannot follow; set fused_loss=False"
             )
         self._passed = None
         if shift_labels is None:
@@ -112,8 +118,9 @@ class FusedLoss:
 def fused_loss_obstacle(model: nn.Module) -> str | None:
     """Why `FusedLoss` does not work for `model`; None if it does.
 
-    The model's forward has to be `loss_function(lm_head(hidden_states), labels)` of a known family, with the standard
-    loss, a plain linear head whose weight is whole and on one device, and no hook that reads the logits.
+    The model's forward has to be `loss_function(lm_head(hidden_states), labels)` of a known family,
+    with the standard loss, a plain linear head whose weight is whole and on one device, and no hook
+    that reads the logits.
     """
     base = _base_of(model)
     head = None
@@ -152,7 +159,8 @@ def fused_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the cross-entropies of `softmax(hidden @ weight.T + bias)`, and the number of targets.
 
-    As a linear layer, in the dtype of `hidden` or of autocast, and `F.cross_entropy` of its result in float32.
+    As a linear layer, in the dtype of `hidden` or of autocast, and `F.cross_entropy` of its result
+    in float32.
 
     Args:
         hidden: `[..., d]`; its gradient is computed in the forward pass.
@@ -192,8 +200,10 @@ def fused_cross_entropy(
 @torch.library.custom_op(
     "hf_depthroute::chunked_cross_entropy",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, int ignore_index, bool[] wanted) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    schema=(
+        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, int ignore_index, bool[] "
+        "wanted) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
 )
 def _chunked_cross_entropy(
     hidden_Nd: torch.Tensor,
@@ -203,7 +213,8 @@ def _chunked_cross_entropy(
     ignore_index: int,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, ...]:
-    """The sum of the cross-entropies, and its gradients where `wanted`; elsewhere an empty tensor."""
+    """The sum of the cross-entropies, and its gradients where `wanted`;
+    elsewhere an empty tensor."""
     total, grad_hidden_Nd, grad_weight_Vd, grad_bias_V = _results(
         hidden_Nd, weight_Vd, bias_V, wanted
     )
@@ -216,7 +227,8 @@ def _chunked_cross_entropy(
         rows_nd, targets_n, counted_n = (
             x.index_select(0, rows_n) for x in (hidden_Nd, targets_N, counted_N)
         )
-        # In place on one buffer: logits, exponentials, probabilities, the gradient of the sum by the logits.
+        # In place on one buffer: logits, exponentials, probabilities, the gradient of the sum by
+        # the logits.
         buffer_nV = F.linear(rows_nd, weight_Vd, bias_V).float()
         at = targets_n.clamp(min=0)[:, None]  # what is ignored may be negative
         reached_n1 = buffer_nV.gather(1, at)
@@ -242,7 +254,10 @@ def _chunked_cross_entropy(
 def _results(
     hidden_Nd: torch.Tensor, weight_Vd: torch.Tensor, bias_V: torch.Tensor | None, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Zeros of the results' shapes. Sums over all chunks are in float32 whatever the operands' dtype is."""
+    """Zeros of the results' shapes.
+
+    Sums over all chunks are in float32 whatever the operands' dtype is.
+    """
     rows, weight, bias = rest[-1]
     return (
         hidden_Nd.new_zeros((), dtype=torch.float32),
@@ -260,7 +275,8 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tenso
 
 
 def _scale_gradients(ctx: Any, grad: torch.Tensor, *unused: Any) -> tuple[torch.Tensor | None, ...]:
-    # The scale of the loss comes last, so that float16 gradients do not underflow before a loss scaler is applied.
+    # The scale of the loss comes last, so that float16 gradients do not underflow before a loss
+    # scaler is applied.
     kept = zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted)
     return (
         *((gradient * grad).to(dtype) if wants else None for gradient, dtype, wants in kept),
@@ -275,7 +291,8 @@ _chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_g
 
 @functools.cache
 def _liger_sum() -> Any:
-    """`liger-kernel`'s `(hidden, weight, bias, targets, ignore_index) -> sum of losses`; None if it is absent."""
+    """`liger-kernel`'s `(hidden, weight, bias, targets, ignore_index) -> sum of losses`;
+    None if it is absent."""
     try:
         from liger_kernel.transformers.fused_linear_cross_entropy import (
             LigerFusedLinearCrossEntropyLoss,

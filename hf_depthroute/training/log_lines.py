@@ -1,7 +1,7 @@
 """Readable training logs: one line per log entry.
 
-The per-layer values (`full_ratio/layer_11` and so on) are left out of the line only. They stay in the log entries, so
-TensorBoard, trackio and `log_history` have them.
+The per-layer values (`full_ratio/layer_11` and so on) are left out of the line only. They stay in
+the log entries, so TensorBoard, trackio and `log_history` have them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class LineProgress(Lines, ProgressCallback):
 
 
 def print_lines(trainer: Trainer) -> None:
-    """Exchange the Trainer's own two ways of printing log entries; a callback of the caller's own stays."""
+    """Exchange the Trainer's own two ways of printing log entries;
+    a callback of the caller's own stays."""
     replaced = {PrinterCallback: LinePrinter, ProgressCallback: LineProgress}
     callbacks = trainer.callback_handler.callbacks
     for index, callback in enumerate(callbacks):
@@ -73,13 +74,17 @@ def print_lines(trainer: Trainer) -> None:
 def log_line(
     logs: Mapping[str, Any], step: int, steps: int, seconds_left: float | None = None
 ) -> str:
-    """A log entry of the Trainer in one line: step, loss, its terms, mean share run full, mean gate probability."""
+    """A log entry of the Trainer in one line: step, loss, its terms, mean share run full,
+    mean gate probability."""
     if "train_runtime" in logs:
         speed = logs.get("train_steps_per_second")
         mean = ""
         if "train_loss" in logs:
             mean = f", mean loss {_number(logs['train_loss'])}"
-        return f"trained {step} steps in {duration(logs['train_runtime'])} ({_number(speed)} steps/s){mean}"
+        return (
+            f"trained {step} steps in {duration(logs['train_runtime'])} ({_number(speed)} "
+            f"steps/s){mean}"
+        )
     rest = {
         name: value
         for name, value in logs.items()
@@ -113,8 +118,8 @@ def log_line(
 def missed_budget(config: DepthRouteConfig, history: Sequence[Mapping[str, Any]]) -> str | None:
     """A line on a gate with a fixed threshold that ended far from its budget; None if it did not.
 
-    Only a loss pulls such a gate to its budget, and nothing corrects the share afterwards: `calibrate` moves no fixed
-    threshold.
+    Only a loss pulls such a gate to its budget, and nothing corrects the share afterwards:
+    `calibrate` moves no fixed threshold.
     """
     gate = GATES[config.gate]
     if config.fixed_threshold is None or gate.soft or gate.static or gate.exits:
@@ -128,9 +133,10 @@ def missed_budget(config: DepthRouteConfig, history: Sequence[Mapping[str, Any]]
     if abs(share - config.budget) <= _FAR:
         return None
     return (
-        f"note: {share:.1%} of the tokens run full, far from the budget of {config.budget:.1%}: the threshold of this "
-        f"gate is fixed at {config.fixed_threshold:g}, so only losses move the share; raise budget_weight or "
-        "capacity_weight, train longer, or take threshold='budget' and calibrate"
+        f"note: {share:.1%} of the tokens run full, far from the budget of {config.budget:.1%}: "
+        f"the threshold of this gate is fixed at {config.fixed_threshold:g}, so only losses move "
+        "the share; raise budget_weight or capacity_weight, train longer, or take "
+        "threshold='budget' and calibrate"
     )
 
 

@@ -1,19 +1,23 @@
-"""Routing losses, computed from a `RouteTrace`. Adding a loss is one function and one row of `LOSSES`.
+"""Routing losses, computed from a `RouteTrace`.
 
-* `budget`, `alive`, `jepa`, `util`, `rank`: "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
-  Study" (arXiv:2604.17228);
-* `cgs`: "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory"
-  (FARS, Analemma; gitlab.com/fars-a/counterfactual-gate-supervision);
-* `capacity`: "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in Transformers"
-  (arXiv:2410.13184);
-* `depth`: "Adaptive Computation Depth via Learned Token Routing in Transformers" (arXiv:2605.05222);
+Adding a loss is one function and one row of `LOSSES`.
+
+* `budget`, `alive`, `jepa`, `util`, `rank`: "Revisiting Auxiliary Losses for Conditional Depth
+  Routing: An Empirical Study" (arXiv:2604.17228);
+* `cgs`: "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style
+  Conditional Memory" (FARS, Analemma; gitlab.com/fars-a/counterfactual-gate-supervision);
+* `capacity`: "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in
+  Transformers" (arXiv:2410.13184);
+* `depth`: "Adaptive Computation Depth via Learned Token Routing in Transformers"
+  (arXiv:2605.05222);
 * `squared_depth`: "Adaptive Layer-skipping in Pre-trained LLMs" (arXiv:2503.23798);
-* `similarity`: "DLO: Dynamic Layer Operation for Efficient Vertical Scaling of LLMs" (arXiv:2407.11030);
-* `predictor`: "Mixture-of-Depths: Dynamically allocating compute in transformer-based language models"
-  (arXiv:2404.02258).
+* `similarity`: "DLO: Dynamic Layer Operation for Efficient Vertical Scaling of LLMs"
+  (arXiv:2407.11030);
+* `predictor`: "Mixture-of-Depths: Dynamically allocating compute in transformer-based language
+  models" (arXiv:2404.02258).
 
-Shapes: C routed layers, B batch, T positions, N predicted tokens, d model width, V vocabulary. Means run over real
-tokens, of all processes.
+Shapes: C routed layers, B batch, T positions, N predicted tokens, d model width, V vocabulary.
+Means run over real tokens, of all processes.
 """
 
 from __future__ import annotations
@@ -71,8 +75,8 @@ class LossInputs:
         prefix: The observed forward pass, for `distill`.
         logits: Its logits `[B, T, V]`, with graph, for `distill`.
         labels: Its labels `[B, T]`, for `distill` and `exit`.
-        budget_scope: `"layer"`, or `"global"`: `budget` and `alive` hold the mean over layers instead of each layer;
-            None: what the adapter says that the trace was recorded of.
+        budget_scope: `"layer"`, or `"global"`: `budget` and `alive` hold the mean over layers
+            instead of each layer; None: what the adapter says that the trace was recorded of.
         observed: What rows have watched, by their `observe`.
     """
 
@@ -91,7 +95,8 @@ class LossInputs:
 
 
 def jepa_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`(1 - cos(q_full, z_full)) + (1 - cos(q_cheap, z_cheap))`, mean over tokens and layers; JEPA gate only."""
+    """`(1 - cos(q_full, z_full)) + (1 - cos(q_cheap, z_cheap))`, mean over tokens and layers;
+    JEPA gate only."""
     records = list(inputs.trace.values())
     if not all("z_full" in record.extras for record in records):
         return None
@@ -111,9 +116,11 @@ def jepa_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def z_loss(inputs: LossInputs) -> torch.Tensor:
-    """`mean(logsumexp(logits)^2)` of the two-way choice with logits `(z/2, -z/2)`, `p = sigmoid(z)`.
+    """`mean(logsumexp(logits)^2)` of the two-way choice with logits `(z/2, -z/2)`,
+    `p = sigmoid(z)`.
 
-    Symmetric in the two paths, least where `p = 1/2`: it holds the scale of the scores, as the router z-loss does.
+    Symmetric in the two paths, least where `p = 1/2`: it holds the scale of the scores, as the
+    router z-loss does.
     """
     half_CBT = 0.5 * gate_logits(inputs.trace)
     logsumexp_CBT = torch.logaddexp(half_CBT, -half_CBT)
@@ -121,15 +128,16 @@ def z_loss(inputs: LossInputs) -> torch.Tensor:
 
 
 def distill_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`KL(dense || routed)` per predicted token, the dense model being this one with the adapter disabled."""
+    """`KL(dense || routed)` per predicted token, the dense model being this one with the
+    adapter disabled."""
     if inputs.prefix is None or inputs.logits is None or inputs.labels is None:
         return None
     return divergence_from_dense(inputs.prefix, inputs.logits, inputs.labels)
 
 
 def budget_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`1/C sum_l (p_bar_l - rho)^2`, `p_bar_l` the mean gate probability of the layer; `(mean_l p_bar_l - rho)^2`
-    where the budget is global. None if there is no budget."""
+    """`1/C sum_l (p_bar_l - rho)^2`, `p_bar_l` the mean gate probability of the layer;
+    `(mean_l p_bar_l - rho)^2` where the budget is global. None if there is no budget."""
     if not has_budget(inputs.trace):
         return None
     budgets = torch.tensor([record.budget for record in inputs.trace.values()])
@@ -138,14 +146,18 @@ def budget_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def alive_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`1/C sum_l ReLU(p_min - p_bar_l)`; of the mean over layers where the budget is global. None without a budget."""
+    """`1/C sum_l ReLU(p_min - p_bar_l)`; of the mean over layers where the budget is global.
+
+    None without a budget.
+    """
     if not has_budget(inputs.trace):
         return None
     return F.relu(inputs.alive_min - _held(inputs, mean_probability(inputs.trace))).mean()
 
 
 def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """Router-Tuning: `ReLU(mean(M) - rho)`, `M` the hard mask of all routed layers together, with `dM/dp = 1`.
+    """Router-Tuning: `ReLU(mean(M) - rho)`, `M` the hard mask of all routed layers together,
+    with `dM/dp = 1`.
 
     None if there is no budget.
     """
@@ -163,26 +175,31 @@ def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def similarity_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """DLO: `BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence that the full path changes most.
+    """DLO: `BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence that the
+    full path changes most.
 
-    These are the tokens with the lowest cosine between the stream before and after the full path. None if the trace
-    has no cosines: it was made in inference, by routed experts, or outside of a `RoutingObjective` (the Trainer's and
-    the callback's), which asks for them. None if there is no budget.
+    These are the tokens with the lowest cosine between the stream before and after the full path.
+    None if the trace has no cosines: it was made in inference, by routed experts, or outside of a
+    `RoutingObjective` (the Trainer's and the callback's), which asks for them. None if there is no
+    budget.
     """
     return _labels_loss(inputs, "similarity", -1)
 
 
 def recoverability_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence of which the cheap path misses most.
+    """`BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence of which the
+    cheap path misses most.
 
-    What it misses is `|after full - after cheap|`, so labels follow the branch as it learns: a token that the full path
-    changes much is easy where the branch knows how. None if `similarity_loss` is.
+    What it misses is `|after full - after cheap|`, so labels follow the branch as it learns: a
+    token that the full path changes much is easy where the branch knows how. None if
+    `similarity_loss` is.
     """
     return _labels_loss(inputs, "missed", 1)
 
 
 def _labels_loss(inputs: LossInputs, name: str, sign: int) -> torch.Tensor | None:
-    """`BCE(p, label)`, with label 1 where `sign` times the extra is among the budget's share of its sequence."""
+    """`BCE(p, label)`, with label 1 where `sign` times the extra is among the budget's share
+    of its sequence."""
     records = list(inputs.trace.values())
     if not has_budget(inputs.trace) or not all(name in record.extras for record in records):
         return None
@@ -196,7 +213,8 @@ def _labels_loss(inputs: LossInputs, name: str, sign: int) -> torch.Tensor | Non
 
 
 def predictor_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """Mixture-of-Depths: `BCE(predicted, M)`, what teaches the causal predictor the top-k choice; None without one."""
+    """Mixture-of-Depths: `BCE(predicted, M)`, what teaches the causal predictor the top-k choice;
+    None without one."""
     records = list(inputs.trace.values())
     if not all("predicted" in record.extras for record in records):
         return None
@@ -254,15 +272,16 @@ def routing_losses(
             output = model(**batch)
         loss = sum(routing_losses(trace, lm=output.loss).values())
 
-    With gradient accumulation over G batches divide the routing terms by G, as you do with `output.loss`. Under
-    DistributedDataParallel nothing is left to do: the terms already use the statistics of all processes, and their
-    gradients survive the averaging.
+    With gradient accumulation over G batches divide the routing terms by G, as you do with
+    `output.loss`. Under DistributedDataParallel nothing is left to do: the terms already use the
+    statistics of all processes, and their gradients survive the averaging.
 
-    In training the thresholds of inference are tracked too: the quantile tables of the layers that `trace` recorded
-    follow its scores, so that `set_budget` and a saved adapter know them.
+    In training the thresholds of inference are tracked too: the quantile tables of the layers that
+    `trace` recorded follow its scores, so that `set_budget` and a saved adapter know them.
 
     Args:
-        trace: From `record_routes`, in training mode. Static layers have no part in the losses of gates.
+        trace: From `record_routes`, in training mode. Static layers have no part in the losses of
+            gates.
         lm: The model's own loss; left out of the result when None.
         weights: Overrides of the default weights in `LOSSES`; a term with weight 0 is not computed.
         alive_min: `p_min`.
@@ -304,7 +323,8 @@ def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
 
 
 def derangement(real_BT: torch.Tensor) -> torch.Tensor:
-    """A permutation of the real tokens without fixed points, int64 `[N]`: one random cycle through all of them.
+    """A permutation of the real tokens without fixed points, int64 `[N]`:
+    one random cycle through all of them.
 
     With a single token there is none; it is left where it is.
     """
@@ -315,7 +335,8 @@ def derangement(real_BT: torch.Tensor) -> torch.Tensor:
 
 
 def shuffled(values: torch.Tensor, real_BT: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`values` `[B, T, ...]` with the real tokens' rows permuted: row `n` comes from row `source[n]`."""
+    """`values` `[B, T, ...]` with the real tokens' rows permuted:
+    row `n` comes from row `source[n]`."""
     values = values.clone()
     values[real_BT] = values[real_BT][source]
     return values

@@ -1,4 +1,5 @@
-"""The training objective: the sum of the losses, when labels are refreshed, thresholds and what is logged."""
+"""The training objective: the sum of the losses, when labels are refreshed,
+thresholds and what is logged."""
 
 from __future__ import annotations
 
@@ -31,11 +32,15 @@ _WATCHED_BATCHES = 64
 
 
 class NonFiniteLossError(RuntimeError):
-    """A training step was stopped before its optimizer step. The message is one line: step, terms, layer."""
+    """A training step was stopped before its optimizer step.
+
+    The message is one line: step, terms, layer.
+    """
 
 
 class RoutingObjective:
-    """Adds the routing losses to a language-model loss, tracks thresholds, and collects what is logged.
+    """Adds the routing losses to a language-model loss, tracks thresholds,
+    and collects what is logged.
 
     Args:
         arguments: Weights.
@@ -60,7 +65,8 @@ class RoutingObjective:
         self._step = 0
         self._label_scale = LabelScale()
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
-        # Tokens run full and seen: since the last optimizer step; and by the thresholds, since the last log entry.
+        # Tokens run full and seen: since the last optimizer step; and by the thresholds, since the
+        # last log entry.
         self._load: dict[int, torch.Tensor] = {}
         self._full: dict[int, torch.Tensor] = {}
         self._budgets: dict[int, float] = {}
@@ -71,7 +77,8 @@ class RoutingObjective:
 
     @contextmanager
     def watching(self) -> Iterator[LossInputs]:
-        """Around a forward pass, or many: what the losses see of the last one; all but the trace only where needed."""
+        """Around a forward pass, or many: what the losses see of the last one;
+        all but the trace only where needed."""
         a = self.arguments
         with ExitStack() as watchers:
             watchers.enter_context(_without_input_gradients(self.model))
@@ -105,13 +112,16 @@ class RoutingObjective:
         labels: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss to back-propagate for one batch; inside the `watching` block of its forward pass.
+        """The loss to back-propagate for one batch; inside the `watching` block of
+        its forward pass.
 
         Args:
-            lm: The language-model loss; already divided by the number of accumulated batches if `share` is below 1.
+            lm: The language-model loss; already divided by the number of accumulated batches if
+                `share` is below 1.
             watched: From `watching`.
             share: This batch's part of the optimizer step, for terms that are means over the batch.
-            labels: The batch's labels `[B, T]`; needed by `util`, `rank`, `cgs`, `distill` and `exit`.
+            labels: The batch's labels `[B, T]`; needed by `util`, `rank`, `cgs`, `distill` and
+                `exit`.
             logits: The model's logits `[B, T, V]`; needed by `distill`.
 
         Raises:
@@ -182,9 +192,11 @@ class RoutingObjective:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """After an optimizer step: move the thresholds of `selection="controller"` by the load since the last one.
+        """After an optimizer step: move the thresholds of `selection="controller"` by the load
+        since the last one.
 
-        Every layer by its own load, or by the mean over layers where the budget is global; that of all processes.
+        Every layer by its own load, or by the mean over layers where the budget is global; that of
+        all processes.
         """
         routings = [h for h in active_routings(self.model) if h.layer_index in self._load]
         if not routings:
@@ -206,11 +218,13 @@ class RoutingObjective:
 
         Args:
             step: Number of the step, for the message.
-            gradients: Whether gradients count; a float16 scaler means to meet infinities and skips the step itself.
+            gradients: Whether gradients count; a float16 scaler means to meet infinities and skips
+                the step itself.
 
         Raises:
-            NonFiniteLossError: With the terms and the first layer whose scores are not finite. Weights and optimizer
-                state are those of the step before; finite scores of this one may have moved the thresholds.
+            NonFiniteLossError: With the terms and the first layer whose scores are not finite.
+                Weights and optimizer state are those of the step before; finite scores of this one
+                may have moved the thresholds.
         """
         pending = list(self._pending)
         self._pending.clear()
@@ -245,8 +259,8 @@ class RoutingObjective:
         else:
             where = "all scores are finite"
         raise NonFiniteLossError(
-            f"step {step}: not finite: {what}; {where}. Stopped before the optimizer moved: the weights are as after "
-            f"step {step - 1}. Look at the batch, or lower the learning rate"
+            f"step {step}: not finite: {what}; {where}. Stopped before the optimizer moved: the "
+            f"weights are as after step {step - 1}. Look at the batch, or lower the learning rate"
         )
 
     def state(self) -> dict[str, float]:
@@ -267,7 +281,8 @@ class RoutingObjective:
 
     @torch.no_grad()
     def _count(self, routing: Routing, record: RouteRecord) -> None:
-        """Count what ran full, for a controller, and what the tracked threshold of inference would let run full."""
+        """Count what ran full, for a controller, and what the tracked threshold of inference
+        would let run full."""
         index = routing.layer_index
         config = routing.active_config()
         if routing.active_controller() is not None:
@@ -278,7 +293,8 @@ class RoutingObjective:
             self._full[index] = self._full.get(index, 0) + _full_and_seen(full, record.real)
 
     def note_shares(self) -> None:
-        """Leave with the thresholds what they let run full since the last log entry, for the model card."""
+        """Leave with the thresholds what they let run full since the last log entry,
+        for the model card."""
         for h in active_routings(self.model):
             if h.layer_index in self._full:
                 full, seen = self._full[h.layer_index].tolist()
@@ -292,7 +308,8 @@ class RoutingObjective:
             parameter.requires_grad_(False)
 
     def end_schedule(self) -> None:
-        """The end of a training: the adapter's own budget and temperature are in force again, and its gates train.
+        """The end of a training: the adapter's own budget and temperature are in force again,
+        and its gates train.
 
         What was collected from a step that did not come to its end is no part of the next training.
         """
@@ -335,11 +352,13 @@ def _ramp(step: int, steps: int, start: float, end: float) -> float | None:
 
 @contextmanager
 def _without_input_gradients(model: nn.Module) -> Iterator[None]:
-    """Forward passes inside the block start without a graph at a frozen embedding; no parameter's gradient changes.
+    """Forward passes inside the block start without a graph at a frozen embedding;
+    no parameter's gradient changes.
 
-    With gradient checkpointing transformers lets the output of a frozen embedding require a gradient. Reentrant
-    checkpoints need that: they only connect what goes in with what comes out. Others do not, and there every frozen
-    layer below the first routed one would keep its input, run once more and be differentiated for nothing.
+    With gradient checkpointing transformers lets the output of a frozen embedding require a
+    gradient. Reentrant checkpoints need that: they only connect what goes in with what comes out.
+    Others do not, and there every frozen layer below the first routed one would keep its input, run
+    once more and be differentiated for nothing.
     """
     decoder = stack_of(model).decoder
     layers = (

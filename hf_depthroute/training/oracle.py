@@ -1,21 +1,26 @@
-"""Counterfactual labels, what the loss of a token would have been on the other path of one layer; and losses by them.
+"""Counterfactual labels, what the loss of a token would have been on the other path of one layer;
+and losses by them.
 
-Shapes: F streams (forks of one forward pass), C routed layers, B batch, T positions, P pairs, d model width.
+Shapes: F streams (forks of one forward pass), C routed layers, B batch, T positions, P pairs, d
+model width.
 
 The utility of running layer `l` full at position `t` is
 
-    u*_{l,t} = CE~cheap_{l,t} - CE~full_{l,t},     CE~_{l,t} = sum_{delta=0}^{W-1} gamma^delta CE_{l,t+delta}
+    u*_{l,t} = CE~cheap_{l,t} - CE~full_{l,t},     CE~_{l,t} = sum_{delta=0}^{W-1} gamma^delta
+    CE_{l,t+delta}
 
-where the two trajectories fork at layer `l`. With `"all_full"` every other routed layer, before and after the fork,
-runs full; with `"on_policy"` every other one follows the current gate.
+where the two trajectories fork at layer `l`. With `"all_full"` every other routed layer, before and
+after the fork, runs full; with `"on_policy"` every other one follows the current gate.
 
-The layer-wide fork with `"all_full"` is the oracle of "Revisiting Auxiliary Losses for Conditional Depth Routing: An
-Empirical Study" (arXiv:2604.17228), which names `"on_policy"` as the variant to try. It forks
-all positions of layer `l` at once, two trajectories per layer; a token's utility then also holds what its neighbours'
-forks do to it through later attention. The exact fork changes one position at a time, and is the measure of that bias.
+The layer-wide fork with `"all_full"` is the oracle of "Revisiting Auxiliary Losses for Conditional
+Depth Routing: An Empirical Study" (arXiv:2604.17228), which names `"on_policy"` as the variant to
+try. It forks all positions of layer `l` at once, two trajectories per layer; a token's utility then
+also holds what its neighbours' forks do to it through later attention. The exact fork changes one
+position at a time, and is the measure of that bias.
 
-`cgs` and the scale of its labels: "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in
-Engram-Style Conditional Memory" (FARS, Analemma; gitlab.com/fars-a/counterfactual-gate-supervision).
+`cgs` and the scale of its labels: "Counterfactual Gate Supervision Does Not Fix Gating Credit
+Assignment in Engram-Style Conditional Memory" (FARS, Analemma;
+gitlab.com/fars-a/counterfactual-gate-supervision).
 """
 
 from __future__ import annotations
@@ -38,8 +43,8 @@ if TYPE_CHECKING:
     from .losses import LossInputs
 
 NO_LABELS = (
-    "util, rank and cgs label a token by the loss of the next few, and with phases='prefill' those that have a loss "
-    "run in full; train prompts with distill_weight or the task's loss"
+    "util, rank and cgs label a token by the loss of the next few, and with phases='prefill' those "
+    "that have a loss run in full; train prompts with distill_weight or the task's loss"
 )
 _RANKED = 256  # positions of a sequence that the rank loss compares with each other
 _DECAY = 0.99  # of `LabelScale`, from one optimizer step to the next
@@ -70,8 +75,8 @@ def prefix_utility(
 
     Args:
         prefix: From `observe_prefix`, after a forward pass.
-        labels_BT: What the model is trained on, as in transformers: position `t` predicts `labels[:, t + 1]`; -100 is
-            not predicted.
+        labels_BT: What the model is trained on, as in transformers: position `t` predicts
+            `labels[:, t + 1]`; -100 is not predicted.
         kind: `"all_full"` or `"on_policy"`: what the other routed layers do.
         window: `W`. With 1, the label is the difference in the token's own loss.
         gamma: Decay of the window.
@@ -81,7 +86,8 @@ def prefix_utility(
         Labels by layer index.
 
     Raises:
-        ValueError: The kind is unknown; or prompts alone are routed, whose tokens no such label is about.
+        ValueError: The kind is unknown; or prompts alone are routed, whose tokens no such label is
+            about.
     """
     differences, counted_BT = differences_of(
         prefix, labels_BT, kind, window, gamma, lambda path_BTd, trunk_BTd: path_BTd[None], layers
@@ -98,7 +104,8 @@ def prefix_utility(
 def _windowed(
     losses: torch.Tensor, window: int, gamma: float, documents: torch.Tensor | None
 ) -> torch.Tensor:
-    """`sum_delta gamma^delta losses[..., t + delta]`, cut off at the end of the sequence, or of a packed document."""
+    """`sum_delta gamma^delta losses[..., t + delta]`, cut off at the end of the sequence,
+    or of a packed document."""
     summed = losses.clone()
     for delta in range(1, min(window, losses.shape[-1])):
         later = losses[..., delta:]
@@ -117,10 +124,12 @@ def differences_of(
     place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     layers: Collection[int] | None = None,
 ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """`u*` of each fork `[K, B, T]` by layer index, and what is predicted; `place` puts a path into the trunk.
+    """`u*` of each fork `[K, B, T]` by layer index, and what is predicted;
+    `place` puts a path into the trunk.
 
     Raises:
-        ValueError: The kind is unknown; or prompts alone are routed, whose tokens no such label is about.
+        ValueError: The kind is unknown; or prompts alone are routed, whose tokens no such label is
+            about.
     """
     if kind not in ORACLES:
         raise ValueError(f"oracle {kind!r} is unknown; use one of: {', '.join(ORACLES)}")
@@ -162,9 +171,11 @@ def util_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def rank_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`E_(i,j) softplus(-sign(u*_i - u*_j) (u_i - u_j))` over the pairs of labelled tokens of a sequence.
+    """`E_(i,j) softplus(-sign(u*_i - u*_j) (u_i - u_j))` over the pairs of labelled
+    tokens of a sequence.
 
-    All pairs `i != j`; of sequences longer than 256 tokens, the pairs among 256 positions drawn at random.
+    All pairs `i != j`; of sequences longer than 256 tokens, the pairs among 256 positions drawn at
+    random.
     """
     if inputs.utility is None:
         return None
@@ -185,7 +196,8 @@ def rank_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def cgs_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`BCE(p, y)` with `y = sigmoid(dl / temperature)`, mean over labelled tokens: counterfactual gate supervision."""
+    """`BCE(p, y)` with `y = sigmoid(dl / temperature)`, mean over labelled tokens:
+    counterfactual gate supervision."""
     if inputs.counterfactual is None:
         return None
     trace = RouteTrace({index: inputs.trace[index] for index in inputs.counterfactual})
@@ -206,10 +218,11 @@ def _labelled(trace: RouteTrace, labels: Mapping[int, UtilityLabels]) -> tuple[t
 
 
 class LabelScale:
-    """The temperature of `y = sigmoid(dl / temperature)`, the labels of counterfactual gate supervision.
+    """The temperature of `y = sigmoid(dl / temperature)`,
+    the labels of counterfactual gate supervision.
 
-    It is a moving average over optimizer steps of the mean `|dl|`, in nats, of the labelled tokens of all processes.
-    Where a step has several batches, those so far count together.
+    It is a moving average over optimizer steps of the mean `|dl|`, in nats, of the labelled tokens
+    of all processes. Where a step has several batches, those so far count together.
 
     Attributes:
         value: A scalar; None before the first label.

@@ -1,4 +1,5 @@
-"""Adapters that route prompts alone train as they serve: on what a prompt does to the text behind it.
+"""Adapters that route prompts alone train as they serve:
+on what a prompt does to the text behind it.
 
 Shapes: B batch, T positions.
 """
@@ -22,7 +23,8 @@ from ..routing.trace import RouteTrace, run_in_full
 
 
 def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
-    """Around a forward pass on `inputs`: with `phases="prefill"`, what predicts a label runs in full (`in_full`)."""
+    """Around a forward pass on `inputs`: with `phases="prefill"`,
+    what predicts a label runs in full (`in_full`)."""
     active = (routing for routing in routings_of(model) if routing.adapter() is not None)
     config = next((routing.active_config() for routing in active), None)
     if config is None or config.phases != "prefill" or not isinstance(inputs, Mapping):
@@ -34,7 +36,8 @@ def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
 
 
 def collate_behind_prompts(rows: list[Any]) -> dict[str, Any]:
-    """A collator for plain text: the first two thirds of every row are a prompt, and have no labels.
+    """A collator for plain text: the first two thirds of every row are a prompt,
+    and have no labels.
 
     Args:
         rows: Rows of one length, as for transformers' `default_data_collator`, with `labels`.
@@ -46,15 +49,17 @@ def collate_behind_prompts(rows: list[Any]) -> dict[str, Any]:
 
 
 def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
-    """The tokens of a batch for training that run in full where prompts alone are routed, bool `[B, T]`.
+    """The tokens of a batch for training that run in full where prompts alone are routed,
+    bool `[B, T]`.
 
-    They are those that predict a label, the last `tail` of the prompt before them, the one that predicts the first
-    label included, and what stands behind the last label. A prompt is what has no label, as a completion-only collator
-    leaves it; a conversation has several. A row whose every token has a label has no prompt: no token of it has to.
+    They are those that predict a label, the last `tail` of the prompt before them, the one that
+    predicts the first label included, and what stands behind the last label. A prompt is what has
+    no label, as a completion-only collator leaves it; a conversation has several. A row whose every
+    token has a label has no prompt: no token of it has to.
 
     Args:
-        inputs: `input_ids` and `labels`, as in transformers, and optionally `attention_mask` and `position_ids`, each
-            `[B, T]`.
+        inputs: `input_ids` and `labels`, as in transformers, and optionally `attention_mask` and
+            `position_ids`, each `[B, T]`.
         tail: At least 1.
     """
     labels_BT = inputs["labels"]
@@ -80,7 +85,8 @@ def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
 
 
 def of_prompts(model: nn.Module, trace: RouteTrace) -> RouteTrace:
-    """The trace of a pass inside `as_served`, whose real tokens are those that the gates decided about."""
+    """The trace of a pass inside `as_served`, whose real tokens are those that the
+    gates decided about."""
     forced_BT = state_of(model).settings.in_full
     if forced_BT is None:
         return trace

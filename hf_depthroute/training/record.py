@@ -1,7 +1,9 @@
-"""The record of the run that made an adapter, kept on the model for the card that is written with it.
+"""The record of the run that made an adapter, kept on the model for the card that is
+written with it.
 
-It lives with the adapter in memory and is never part of its weights. Training again, or another calibration, makes
-what was measured before worthless: the former forgets it, the latter shows in the weights' hash.
+It lives with the adapter in memory and is never part of its weights. Training again, or another
+calibration, makes what was measured before worthless: the former forgets it, the latter shows in
+the weights' hash.
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ from ..routing.thresholds import ScoreQuantiles
 from .arguments import RoutingArguments
 
 _ARGUMENTS = (
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps",
-    "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "seed",
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm",
+    "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "optim", "bf16", "fp16", "seed",
 )  # fmt: skip
 _KEPT = ("fit", "arguments")
 
 
 @dataclass
 class Run:
-    """The record of an adapter's training, in the form of `training.json`, and its results as for `make_card`."""
+    """The record of an adapter's training, in the form of `training.json`,
+    and its results as for `make_card`."""
 
     training: dict[str, Any] | None = None
     results: list[Any] = field(default_factory=list)
@@ -36,7 +40,8 @@ class Run:
     def record(
         self, model: nn.Module, adapter_name: str, before: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The record of the training, or `before` where none is remembered, with what the thresholds let run full."""
+        """The record of the training, or `before` where none is remembered,
+        with what the thresholds let run full."""
         record: dict[str, Any] = dict(
             (self.training if self.training is not None else before) or {}
         )
@@ -54,8 +59,8 @@ def add_results(model: nn.Module, *results: Any) -> None:
 
     Args:
         model: A model with an active routed adapter.
-        *results: As for `make_card`: files of `eval --out` or `bench --out`, or what `evaluate_budgets`,
-            `evaluate_tasks` or `bench` returned for this adapter.
+        *results: As for `make_card`: files of `eval --out` or `bench --out`, or what
+            `evaluate_budgets`, `evaluate_tasks` or `bench` returned for this adapter.
 
     Raises:
         ValueError: No routed adapter is active.
@@ -64,7 +69,8 @@ def add_results(model: nn.Module, *results: Any) -> None:
 
 
 def remember_training(model: nn.Module, training: Mapping[str, Any]) -> None:
-    """Replace the record of the active adapter's training; what was measured before is forgotten."""
+    """Replace the record of the active adapter's training;
+    what was measured before is forgotten."""
     run = _active(model)
     run.training = dict(training)
     run.results.clear()
@@ -86,11 +92,13 @@ def record_of(model: nn.Module) -> dict[str, Any]:
 def training_record(
     args: Any, state: Any, model: nn.Module, dataset: Any, seconds: float
 ) -> dict[str, Any]:
-    """The record of a training so far, by the arguments and the state of its `transformers.Trainer`.
+    """The record of a training so far, by the arguments and the state of its
+    `transformers.Trainer`.
 
-    The log's history is referred to, not copied. The Hub's id is read from `dataset` where `datasets` noted it;
-    `seconds` have passed since training began. A fact that cannot be found out is left out. What is remembered of a fit
-    that training started from, and of the options of its command, stays.
+    The log's history is referred to, not copied. The Hub's id is read from `dataset` where
+    `datasets` noted it; `seconds` have passed since training began. A fact that cannot be found out
+    is left out. What is remembered of a fit that training started from, and of the options of its
+    command, stays.
     """
     before = record_of(model)
     values = {
@@ -114,7 +122,8 @@ def training_record(
 def known(fact: Callable[[], Any]) -> Any:
     """The result of `fact`, or None if it raises: no training stops for a line of the model card.
 
-    A dataset may run any code. A stream may have a `__len__` that raises, such as torch's `ChainDataset` over streams.
+    A dataset may run any code. A stream may have a `__len__` that raises, such as torch's
+    `ChainDataset` over streams.
     """
     try:
         return fact()

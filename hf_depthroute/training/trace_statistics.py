@@ -1,7 +1,8 @@
-"""Statistics of a `RouteTrace`, layer by layer: means over the real tokens of all processes, and what is logged.
+"""Statistics of a `RouteTrace`, layer by layer: means over the real tokens of all processes,
+and what is logged.
 
-Shapes: C routed layers, B batch, T positions. Records of routed experts have a third dimension, the K experts of a
-token; everything here averages over it too.
+Shapes: C routed layers, B batch, T positions. Records of routed experts have a third dimension, the
+K experts of a token; everything here averages over it too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ..routing.trace import RouteTrace
 
 
 def token_mean(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Mean over real tokens per layer, `[C, ...] -> [C]`, over all processes of a data-parallel group."""
+    """Mean over real tokens per layer, `[C, ...] -> [C]`,
+    over all processes of a data-parallel group."""
     total_C = (values * real).flatten(1).sum(dim=1)
     return mean_of_all(total_C, real.flatten(1).sum(dim=1).to(total_C.dtype))
 
@@ -25,8 +27,8 @@ def token_mean(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 def mean_of_all(total_C: torch.Tensor, count_C: torch.Tensor) -> torch.Tensor:
     """`total / count`, each `[C]` and summed over all processes.
 
-    The value is the same on every rank. DDP averages gradients over W ranks, so the local part carries W times its
-    share: after averaging, the gradient is that of the one global mean.
+    The value is the same on every rank. DDP averages gradients over W ranks, so the local part
+    carries W times its share: after averaging, the gradient is that of the one global mean.
     """
     if world_size() == 1:
         return total_C / count_C.clamp(min=1)
@@ -42,20 +44,23 @@ def mean_probability(trace: RouteTrace) -> torch.Tensor:
 
 
 def squared_depth(trace: RouteTrace) -> torch.Tensor:
-    """FlexiDepth: `mean_t (sum_l p_lt)^2` over real tokens, `[]`: the square of the routed layers that a token runs."""
+    """FlexiDepth: `mean_t (sum_l p_lt)^2` over real tokens, `[]`:
+    the square of the routed layers that a token runs."""
     depth_BT = stack([record.probs for record in trace.values()]).sum(0)
     return token_mean(depth_BT.square()[None], real_tokens(trace)[:1])[0]
 
 
 def gate_logits(trace: RouteTrace) -> torch.Tensor:
-    """`u / tau`, `[C, B, T]`: of a probability that has rounded to 0 or 1, no gradient would be left."""
+    """`u / tau`, `[C, B, T]`: of a probability that has rounded to 0 or 1,
+    no gradient would be left."""
     return stack([record.scores / record.temperature for record in trace.values()])
 
 
 def gate_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, real: torch.Tensor
 ) -> torch.Tensor:
-    """Binary cross-entropy, mean over real tokens and layers, of logits, targets and `real`, each `[C, B, T]`."""
+    """Binary cross-entropy, mean over real tokens and layers, of logits, targets and `real`,
+    each `[C, B, T]`."""
     losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return token_mean(losses, real).mean()
 
@@ -76,7 +81,8 @@ def stack(per_layer: list[torch.Tensor]) -> torch.Tensor:
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Cosine over the last dimension, in float32; fewer passes over memory than `F.cosine_similarity`."""
+    """Cosine over the last dimension, in float32; fewer passes over memory than
+    `F.cosine_similarity`."""
     a = a.float()
     b = b.float()
     return (a * b).sum(-1) * torch.rsqrt(((a * a).sum(-1) * (b * b).sum(-1)).clamp_min(1e-16))
@@ -86,8 +92,9 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def diagnostics(trace: RouteTrace) -> dict[str, torch.Tensor]:
     """Scalars per layer for the log, such as `full_ratio/layer_11`.
 
-    `full_ratio` (tokens run full), `gate_prob` (mean `p`), `score_var` (variance of `u`), and for the JEPA gate
-    `q_distance` (mean `||q_full - q_cheap||_2`) and `q_cosine` (mean cosine of the two). A static layer has the first.
+    `full_ratio` (tokens run full), `gate_prob` (mean `p`), `score_var` (variance of `u`), and for
+    the JEPA gate `q_distance` (mean `||q_full - q_cheap||_2`) and `q_cosine` (mean cosine of the
+    two). A static layer has the first.
     """
     result: dict[str, torch.Tensor] = {}
     gated = trace.gated()
@@ -111,7 +118,8 @@ def diagnostics(trace: RouteTrace) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def track_thresholds(trace: RouteTrace) -> None:
-    """Move the quantile tables of the layers that `trace` recorded towards their scores, if they are being trained.
+    """Move the quantile tables of the layers that `trace` recorded towards their scores,
+    if they are being trained.
 
     With gradients disabled, or of layers in evaluation mode, nothing moves.
     """

@@ -28,8 +28,8 @@ from .objective import RoutingObjective
 from .record import record_of
 
 __all__ = [
-    "DepthRouteCallback", "DepthRouteTrainer", "DepthRouteTrainerMixin", "DepthRouteTrainingArguments",
-    "RoutingArguments",
+    "DepthRouteCallback", "DepthRouteTrainer", "DepthRouteTrainerMixin",
+    "DepthRouteTrainingArguments", "RoutingArguments",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ else:
 class DepthRouteTrainingArguments(RoutingArguments, TrainingArguments):
     """`transformers.TrainingArguments` plus `RoutingArguments`.
 
-    The optimizer's defaults are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
-    Study" (arXiv:2604.17228): AdamW, lr 2e-4, weight decay 0.01, clip 1.0, cosine to 1 % of lr. Set `warmup_steps` to
-    fit the length of your run (there: 1,000 of 20,000).
+    The optimizer's defaults are those of "Revisiting Auxiliary Losses for Conditional Depth
+    Routing: An Empirical Study" (arXiv:2604.17228): AdamW, lr 2e-4, weight decay 0.01, clip 1.0,
+    cosine to 1 % of lr. Set `warmup_steps` to fit the length of your run (there: 1,000 of 20,000).
     """
 
     learning_rate: float = field(default=2e-4, metadata={"help": "peak learning rate"})
@@ -68,11 +68,12 @@ class DepthRouteTrainingArguments(RoutingArguments, TrainingArguments):
 
 
 class DepthRouteTrainerMixin(_Trainer):
-    """Adds the routing losses in `compute_loss`, whatever the Trainer class takes its language-model loss from.
+    """Adds the routing losses in `compute_loss`, whatever the Trainer class takes its
+    language-model loss from.
 
-    A step whose loss is not finite ends training before its optimizer step. Whole checkpoints are marked, and no
-    other is resumed from. What ran out of memory or disk ends with a line that names what was being done and what is
-    left.
+    A step whose loss is not finite ends training before its optimizer step. Whole checkpoints are
+    marked, and no other is resumed from. What ran out of memory or disk ends with a line that names
+    what was being done and what is left.
     """
 
     model: Any
@@ -94,7 +95,8 @@ class DepthRouteTrainerMixin(_Trainer):
         self._fused: FusedLoss | None = None
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """As `Trainer.call_model_init`: with `model_init`, every training and trial has a model of its own."""
+        """As `Trainer.call_model_init`: with `model_init`,
+        every training and trial has a model of its own."""
         model = super().call_model_init(trial)
         if hasattr(self, "_callback"):
             self._watch(model)
@@ -123,7 +125,8 @@ class DepthRouteTrainerMixin(_Trainer):
     def fused_loss_obstacle(self) -> str | None:
         """Why training steps compute logits; None if the loss is fused with the LM head.
 
-        They do too in a subclass whose `compute_loss` asks for the outputs, or over a Trainer with one of its own.
+        They do too in a subclass whose `compute_loss` asks for the outputs, or over a Trainer with
+        one of its own.
         """
         arguments = self.routing_objective.arguments
         gates = [GATES[routing.active_config().gate] for routing in active_routings(self.model)]
@@ -154,15 +157,20 @@ class DepthRouteTrainerMixin(_Trainer):
         results: Sequence[Any] = (),
         **ignored: Any,
     ) -> None:
-        """Write `README.md` in `output_dir`. `push_to_hub` calls it, and passes on what it does not know itself:
+        """Write `README.md` in `output_dir`.
+
+        `push_to_hub` calls it, and passes on what it does not know itself:
 
             trainer.push_to_hub(results=["eval.json"], license="apache-2.0")
 
         Args:
-            language, license, tags, model_name: For the metadata and the title; a licence is not guessed.
+            language, license, tags, model_name: For the metadata and the title; a licence is not
+            guessed.
             dataset: Hub ids of the training data. Default: what the training dataset says.
-            results: As for `hf_depthroute.card.make_card`; what was added with `add_results` is shown too.
-            **ignored: Other arguments of `Trainer.create_model_card` and TRL's: the card has them from the run.
+            results: As for `hf_depthroute.card.make_card`; what was added with `add_results` is
+                shown too.
+            **ignored: Other arguments of `Trainer.create_model_card` and TRL's: the card has them
+                from the run.
 
         Raises:
             ResultError: A result cannot be read, or was measured with other weights.
@@ -189,9 +197,10 @@ class DepthRouteTrainerMixin(_Trainer):
         """As `Trainer.train`.
 
         Raises:
-            CheckpointError: The checkpoint to resume from is not whole; for True, none is. Later ones that are not
-                whole are named in a warning and passed over.
-            NonFiniteLossError: A loss term or a gradient was not finite; the optimizer did not step.
+            CheckpointError: The checkpoint to resume from is not whole; for True, none is. Later
+                ones that are not whole are named in a warning and passed over.
+            NonFiniteLossError: A loss term or a gradient was not finite; the optimizer did not
+                step.
         """
         self.doing = ""
         self.routing_objective.freeze()
@@ -253,7 +262,8 @@ class DepthRouteTrainerMixin(_Trainer):
 
     @contextmanager
     def _named(self, doing: str) -> Iterator[None]:
-        """Say what was being done when memory or disk ran out, and what is left; the outermost block says it."""
+        """Say what was being done when memory or disk ran out, and what is left;
+        the outermost block says it."""
         outer = self.doing
         self.doing = doing
         try:
@@ -268,7 +278,10 @@ class DepthRouteTrainerMixin(_Trainer):
                 left = f"the last whole checkpoint is {whole}"
             else:
                 left = "there is no whole checkpoint"
-            text = f"{'out of memory' if memory else 'disk full'} while {self.doing}: {reason(error)}; {left}"
+            text = (
+                f"{'out of memory' if memory else 'disk full'} while {self.doing}: "
+                f"{reason(error)}; {left}"
+            )
             if memory:  # the same type where it is PyTorch's own: callers catch it
                 raise (type(error) if isinstance(error, torch.OutOfMemoryError) else MemoryError)(
                     text
@@ -284,7 +297,8 @@ class DepthRouteTrainerMixin(_Trainer):
 class DepthRouteTrainer(DepthRouteTrainerMixin, Trainer):
     """`transformers.Trainer` that adds the routing losses and logs them.
 
-    Takes the Trainer's arguments; pass `DepthRouteTrainingArguments` as `args` to set weights and schedules.
+    Takes the Trainer's arguments; pass `DepthRouteTrainingArguments` as `args` to set weights and
+    schedules.
 
     Raises:
         ValueError: The model has no active depth-routed adapter.

@@ -1,7 +1,8 @@
 """A budget for each request, as a sampling parameter of vLLM.
 
-vLLM tells its logits processors before each forward pass which request is at which place of the batch, with the
-request's sampling parameters. `RequestBudgets` is one of them for that alone; it leaves logits as they are.
+vLLM tells its logits processors before each forward pass which request is at which place of the
+batch, with the request's sampling parameters. `RequestBudgets` is one of them for that alone; it
+leaves logits as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""How many rows ran in full, layer by layer: a line in vLLM's log, and counters of its Prometheus endpoint.
+"""How many rows ran in full, layer by layer: a line in vLLM's log,
+and counters of its Prometheus endpoint.
 
-The counters are made in the process that runs the model. Its endpoint is another process's: it sees them where both
-were started with `PROMETHEUS_MULTIPROC_DIR`, as `hf-depthroute serve --engine vllm` does.
+The counters are made in the process that runs the model. Its endpoint is another process's: it sees
+them where both were started with `PROMETHEUS_MULTIPROC_DIR`, as `hf-depthroute serve --engine vllm`
+does.
 """
 
 from __future__ import annotations
@@ -67,7 +69,10 @@ class RowLog:
             self.write()
 
     def write(self) -> None:
-        """Log and export what is new; the next time is `every` seconds from now. Waits for the device."""
+        """Log and export what is new; the next time is `every` seconds from now.
+
+        Waits for the device.
+        """
         self._next = time.monotonic() + self._every
         now = [(int(count.full), count.rows) for count in self.counts]
         new = [(a - b, c - d) for (a, c), (b, d) in zip(now, self._written)]

@@ -1,4 +1,5 @@
-"""Limits of an adapter on vLLM: settings whose tokens would differ from those of `generate` are refused in one line."""
+"""Limits of an adapter on vLLM: settings whose tokens would differ from those of `generate` are
+refused in one line."""
 
 from __future__ import annotations
 
@@ -15,13 +16,19 @@ from ..parts.targets import TARGETS
 from .settings import settings_of
 
 _PARTS = {  # that a target may skip
-    "attention": "vLLM's attention reads and writes its paged cache in one call for all rows of a batch, so none can "
-    "be left out, and nothing else is",
+    "attention": (
+        "vLLM's attention reads and writes its paged cache in one call for all rows of a batch, so "
+        "none can be left out, and nothing else is"
+    ),
     "experts": "vLLM runs the experts of a layer in one fused call of its own",
-    "memory": "vLLM hands no token ids to its layers, and none of the tokens before those of a step",
+    "memory": (
+        "vLLM hands no token ids to its layers, and none of the tokens before those of a step"
+    ),
 }
 _BASES = {
-    "falcon": "its attention does not go through the interface that vLLM's Transformers backend needs",
+    "falcon": (
+        "its attention does not go through the interface that vLLM's Transformers backend needs"
+    ),
     "gpt2": "vLLM's Transformers backend does not load its transposed projections",
 }
 _LOADERS = ("auto", "safetensors")
@@ -52,12 +59,13 @@ def check_request_budgets(config: DepthRouteConfig, v2_runner: bool = False) -> 
     """
     if not config.takes_budget():
         raise ConfigError(
-            "request_budgets=True: this adapter's threshold is fixed, whatever the budget; leave it out"
+            "request_budgets=True: this adapter's threshold is fixed, whatever the budget; leave "
+            "it out"
         )
     if v2_runner:
         raise ConfigError(
-            "request_budgets=True: vLLM's second model runner tells nobody which request a row is of; set "
-            "VLLM_USE_V2_MODEL_RUNNER=0"
+            "request_budgets=True: vLLM's second model runner tells nobody which request a row is "
+            "of; set VLLM_USE_V2_MODEL_RUNNER=0"
         )
 
 
@@ -103,7 +111,8 @@ def check_adapter(config: DepthRouteConfig) -> None:
 
 
 def _check_targets(config: DepthRouteConfig) -> None:
-    """FFNs have to be among what layers skip; where attention is, too, it is computed for all rows all the same."""
+    """FFNs have to be among what layers skip; where attention is, too,
+    it is computed for all rows all the same."""
     names = {config.target, *(config.target_pattern or {}).values()}
     skipped = {part for name in names for part in TARGETS[name].skips}
     if skipped == {"attention"} or not skipped <= {"attention", "ffn"}:
@@ -119,8 +128,10 @@ def check_base_config(config: Any) -> None:
     """Refuse a base whose FFNs vLLM runs in another way than row by row.
 
     Raises:
-        UnsupportedModelError: The family is not supported by this library either, or the model has more than text.
-        ConfigError: It is a mixture of experts, its logits are not those of vLLM, or vLLM cannot build it.
+        UnsupportedModelError: The family is not supported by this library either, or the model has
+            more than text.
+        ConfigError: It is a mixture of experts, its logits are not those of vLLM, or vLLM cannot
+            build it.
     """
     family = row_of(config)
     if text_config(config) is not config:
@@ -178,7 +189,10 @@ def check_engine(vllm_config: Any) -> None:
         ),
         "--speculative-config": (
             vllm_config.speculative_config is not None,
-            "the rows of rejected tokens would be routed and counted; hf_depthroute.lossless_generate drafts itself",
+            (
+                "the rows of rejected tokens would be routed and counted; "
+                "hf_depthroute.lossless_generate drafts itself"
+            ),
         ),
         "--enable-lora": (
             vllm_config.lora_config is not None,

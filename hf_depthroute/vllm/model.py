@@ -1,7 +1,9 @@
-"""`DepthRoutedForCausalLM`: a base on vLLM's Transformers backend, with this library's adapter state in its layers.
+"""`DepthRoutedForCausalLM`: a base on vLLM's Transformers backend,
+with this library's adapter state in its layers.
 
-vLLM builds and loads the base as ever. The layers' class is then switched, as in a transformers model, to one whose
-`forward` runs the routed part in an operator; no hook and no wrapper is put around anything, and no weight is renamed.
+vLLM builds and loads the base as ever. The layers' class is then switched, as in a transformers
+model, to one whose `forward` runs the routed part in an operator; no hook and no wrapper is put
+around anything, and no weight is renamed.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
         self._attach(settings, routings, prefix)
 
     def _attach(self, settings: Settings, routings: dict[int, Any], prefix: str) -> None:
-        """Put the routings next to the FFNs, and the operator's name for each layer into vLLM's table."""
+        """Put the routings next to the FFNs, and the operator's name for each layer
+        into vLLM's table."""
         family = row_of(self.config)
         log = None
         if self.tp_group.rank_in_group == 0:
@@ -75,13 +78,15 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
             compilation.splitting_ops.append(OPERATOR)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """The base's weights; those of the adapter are there already, and vLLM asks for all names."""
+        """The base's weights; those of the adapter are there already,
+        and vLLM asks for all names."""
         loaded: set[str] = super().load_weights(weights)
         return loaded | {name for name, _ in self.named_parameters() if f".{ROUTING}." in name}
 
 
 def _uncompiled(ffn: nn.Module) -> None:
-    """On a CPU, let vLLM's activations run as they are: looking up what was compiled takes longer than they do."""
+    """On a CPU, let vLLM's activations run as they are:
+    looking up what was compiled takes longer than they do."""
     for module in ffn.modules():
         if isinstance(module, CustomOp) and current_platform.is_cpu():
             module._forward_method = module.forward_cpu
@@ -89,7 +94,8 @@ def _uncompiled(ffn: nn.Module) -> None:
 
 @contextmanager
 def _own_architecture(config: Any) -> Iterator[None]:
-    """The base's architecture in its configuration, which decides how names in a checkpoint are read."""
+    """The base's architecture in its configuration, which decides how names in a
+    checkpoint are read."""
     given = config.architectures
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     try:

@@ -1,6 +1,7 @@
 """Branches of the FFN's own neurons on vLLM, which fuses the projections that they are rows of.
 
-So each gets its rows as weights of its own, read from the base's files, and a copy of the norm in front.
+So each gets its rows as weights of its own, read from the base's files, and a copy of the norm in
+front.
 
 Shapes: d model width, r neurons.
 """
@@ -23,12 +24,13 @@ from ..routing.routing import Routing
 
 
 class OwnNeurons(nn.Module):
-    """A `NeuronBranch` with the rows of the base's projections as weights of its own: `[..., d] -> [..., d]`.
+    """A `NeuronBranch` with the rows of the base's projections as weights of its own:
+    `[..., d] -> [..., d]`.
 
     Args:
         norm: The norm before the FFN; None: there is none.
-        maps: For each projection, the one before the activation first, `weight` `[r, d]` and, if it has one, `bias`
-            `[r]`.
+        maps: For each projection, the one before the activation first, `weight` `[r, d]` and, if it
+            has one, `bias` `[r]`.
         activation: The FFN's.
         down: The branch's output.
     """
@@ -121,7 +123,8 @@ def _with_values(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
 def _stored(
     model: nn.Module, modules: Sequence[nn.Module], files: Sequence[Path], dtype: torch.dtype
 ) -> dict[nn.Module, dict[str, Tensor]]:
-    """The parameters of each module, by their names, from files that may leave out the model's prefix."""
+    """The parameters of each module, by their names, from files that may leave out
+    the model's prefix."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     names = {module: name.removeprefix(prefix) for name, module in model.named_modules()}
     own = {
@@ -136,7 +139,7 @@ def _stored(
                     found[of[0]][of[1]] = file.get_tensor(stored).to(dtype)
     if wanted:
         raise ConfigError(
-            f"branch='neurons' is not served by vLLM here: the base's safetensors files have no {next(iter(wanted))}, "
-            "of which the branch is a part"
+            "branch='neurons' is not served by vLLM here: the base's safetensors files have no "
+            f"{next(iter(wanted))}, of which the branch is a part"
         )
     return found

@@ -1,4 +1,5 @@
-"""An adapter without its base: the adapter state of every routed layer, strictly loaded, its base checked on disk."""
+"""An adapter without its base: the adapter state of every routed layer, strictly loaded,
+its base checked on disk."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def load_routings(
 ) -> dict[int, Routing]:
     """The routings of the routed layers by their index, on the CPU, in eval mode, frozen.
 
-    They are injected and loaded as ever, into a base without weights (on the meta device). So they start with an
-    adapter's own checks, and are what `PeftModel.from_pretrained` makes.
+    They are injected and loaded as ever, into a base without weights (on the meta device). So they
+    start with an adapter's own checks, and are what `PeftModel.from_pretrained` makes.
 
     Args:
         settings: Which adapter, and how it routes.

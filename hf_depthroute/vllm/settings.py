@@ -1,4 +1,5 @@
-"""Settings of an adapter for vLLM: a few values in the model's configuration, which every process of vLLM gets."""
+"""Settings of an adapter for vLLM: a few values in the model's configuration,
+which every process of vLLM gets."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class Settings:
         adapter: The adapter's folder, the same for all processes.
         budget: Share of tokens that runs in full; None: the adapter's own.
         phases: `"all"` or `"prefill"`; None: the adapter's own.
-        request_budgets: Whether a request may ask for a budget of its own, see `BUDGET`. Keys and values depend on the
-            budget, so vLLM then keeps no cache of prefixes.
+        request_budgets: Whether a request may ask for a budget of its own, see `BUDGET`. Keys and
+            values depend on the budget, so vLLM then keeps no cache of prefixes.
     """
 
     adapter: str
@@ -38,9 +39,13 @@ class Settings:
 
     @property
     def hf_overrides(self) -> dict[str, Any]:
-        """vLLM's option of this name. The architecture is this package's, so that vLLM fails without it."""
+        """vLLM's option of this name.
+
+        The architecture is this package's, so that vLLM fails without it.
+        """
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        # A base with code of its own would otherwise be served by that code, without routing, where the plugin is not.
+        # A base with code of its own would otherwise be served by that code, without routing, where
+        # the plugin is not.
         return {"architectures": [ARCHITECTURE], "auto_map": {}, FIELD: given}
 
     def serve_words(self, base: str, name: str, options: Sequence[str] = ()) -> list[str]:
@@ -52,8 +57,9 @@ class Settings:
 def tell_apart(hf_config: Any, settings: Settings) -> None:
     """Put into a model's configuration what the adapter's own says now.
 
-    vLLM finds a compiled model in its cache by the model's configuration. There an adapter is a folder, and another
-    save into that folder may route other layers. What a graph is made of is in `adapter_config.json`.
+    vLLM finds a compiled model in its cache by the model's configuration. There an adapter is a
+    folder, and another save into that folder may route other layers. What a graph is made of is in
+    `adapter_config.json`.
     """
     text = Path(settings.adapter, CONFIG_NAME).read_bytes()
     setattr(hf_config, f"{FIELD}_version", hashlib.sha256(text).hexdigest())
@@ -73,7 +79,8 @@ def settings_of(hf_config: Any) -> Settings:
         or not set(given) <= set(known)
     ):
         raise ConfigError(
-            f"--hf-overrides: {FIELD}={given!r} must hold 'adapter', the adapter's folder, and may hold 'budget', "
-            "'phases' and 'request_budgets'; hf-depthroute vllm-config ADAPTER prints the whole line"
+            f"--hf-overrides: {FIELD}={given!r} must hold 'adapter', the adapter's folder, and may "
+            "hold 'budget', 'phases' and 'request_budgets'; hf-depthroute vllm-config ADAPTER "
+            "prints the whole line"
         )
     return Settings(**given)

@@ -1,10 +1,12 @@
 """The routed part in one operator, which a compiler does not look into: skipped rows stay skipped.
 
-vLLM's attention reads and writes its paged cache in one call for all rows. So where a layer skips its attention, that
-is computed for every row before the operator, which leaves the update out of the rows that are skipped.
+vLLM's attention reads and writes its paged cache in one call for all rows. So where a layer skips
+its attention, that is computed for every row before the operator, which leaves the update out of
+the rows that are skipped.
 
-Shapes: N rows of all requests of a batch, d model width. Streams are `[1, N, d]`, as vLLM's Transformers backend has
-them: one sequence as far as the layer can see, so decisions are about tokens only.
+Shapes: N rows of all requests of a batch, d model width. Streams are `[1, N, d]`, as vLLM's
+Transformers backend has them: one sequence as far as the layer can see, so decisions are about
+tokens only.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class RoutedStep:
         Args:
             stream: Before the routed part, `[1, N, d]`; it is not changed.
             given: What the FFN reads, `[1, N, d]`; where the attention is routed, its update.
-            batch: What vLLM's attention is told of the rows; None in a trial run, where that is not known.
+            batch: What vLLM's attention is told of the rows; None in a trial run, where that is not
+                known.
         """
         layer: Any = self.layer
         routing: Routing = layer._modules[ROUTING]
@@ -114,7 +117,8 @@ class RoutedStep:
         if plan.rule == "full":
             out = self._in_full(routing, plan.target, stream, given)
         elif joint is not None:
-            # To a layer, rows of one sequence are what one row of each of as many sequences is: `[N, 1, d]`.
+            # To a layer, rows of one sequence are what one row of each of as many sequences is:
+            # `[N, 1, d]`.
             own = stream.transpose(0, 1).clone()
             bar = bars or self._threshold_of(routing, plan)
             after, chosen = joint.run(
@@ -163,7 +167,8 @@ class RoutedStep:
         return after + ffn(norm_of(layer, family, "ffn")(stream if family.parallel else after))
 
     def _joint_of(self, routing: Routing, plan: RoutePlan) -> FusedGateBranch | None:
-        """Gate and branch as one product, where a decoding step of the library's own would have them so."""
+        """Gate and branch as one product, where a decoding step of the library's own
+        would have them so."""
         self._follow(routing)
         if plan.adapter not in self._joints:
             norm = routing.norm_in_front("ffn")
@@ -186,7 +191,8 @@ class RoutedStep:
         return self._joints[plan.adapter]
 
     def _threshold_of(self, routing: Routing, plan: RoutePlan) -> float:
-        """The score that a row has to reach, in float32; reading it from a table takes longer than a row's gate."""
+        """The score that a row has to reach, in float32;
+        reading it from a table takes longer than a row's gate."""
         self._follow(routing)
         if plan not in self._thresholds:
             if len(self._thresholds) >= _KEPT:
@@ -254,7 +260,8 @@ direct_register_custom_op("routed", _routed, fake_impl=_shape_only, target_lib=_
 
 
 def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`forward` of every swapped layer: the base's parts in the base's order, around the operator."""
+    """`forward` of every swapped layer: the base's parts in the base's order,
+    around the operator."""
     kwargs.update(zip(layer._argument_names, args))
     routing: Routing | None = layer._modules.get(ROUTING)
     if routing is None:

@@ -1,4 +1,5 @@
-"""Row ops: custom operators that compute the chosen rows only; Triton kernels on CUDA, plain PyTorch elsewhere."""
+"""Row ops: custom operators that compute the chosen rows only; Triton kernels on CUDA,
+plain PyTorch elsewhere."""
 
 from .ops import attend_rows, linear_rows, swiglu_rows
 

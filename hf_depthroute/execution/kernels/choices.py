@@ -1,7 +1,9 @@
-"""Block shapes of the Triton kernels: short tables, and the fastest row of one, measured once per shape.
+"""Block shapes of the Triton kernels: short tables, and the fastest row of one,
+measured once per shape.
 
-Measuring runs the kernel on half of the rows, writes only what the call that follows writes again, and never happens
-while a CUDA graph is captured: then, and in the interpreter, the first row of the table is taken.
+Measuring runs the kernel on half of the rows, writes only what the call that follows writes again,
+and never happens while a CUDA graph is captured: then, and in the interpreter, the first row of the
+table is taken.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Choice:
-    """Compile-time block shapes of one kernel, with the warps of a program and the stages of its pipeline."""
+    """Compile-time block shapes of one kernel, with the warps of a program and the stages
+    of its pipeline."""
 
     blocks: dict[str, int] = field(hash=False)
     warps: int = 4
@@ -43,7 +46,8 @@ def _queries(m: int, n: int, warps: int, stages: int) -> Choice:
     return Choice({"BLOCK_M": m, "BLOCK_N": n}, warps, stages)
 
 
-# By kernel, for 16-bit inputs, the safest first. Two accumulators (gate_up) take twice the registers of one.
+# By kernel, for 16-bit inputs, the safest first. Two accumulators (gate_up) take twice the
+# registers of one.
 _TABLES: dict[str, tuple[Choice, ...]] = {
     "gate_up": (
         _tile(128, 128, 64, 8, 3),
@@ -89,7 +93,8 @@ _TABLES: dict[str, tuple[Choice, ...]] = {
     ),
     "attend_few": (_queries(16, 64, 4, 3), _queries(16, 128, 4, 3), _queries(16, 128, 8, 2)),
 }
-# Float32 takes twice the shared memory and has no fast tensor cores for exact products: one small tile for each.
+# Float32 takes twice the shared memory and has no fast tensor cores for exact products: one small
+# tile for each.
 _FLOAT32: dict[str, Choice] = {
     "gate_up": _tile(64, 32, 32, 4, 2),
     "project": _tile(64, 64, 32, 4, 2),
@@ -108,7 +113,8 @@ _chosen: dict[Hashable, Choice] = {}
 def choose(
     kernel: str, shape: Hashable, dtype: torch.dtype, prepare: Callable[[], Trial]
 ) -> Choice:
-    """The row of `kernel`'s table to run at `shape`; `prepare` makes inputs for a trial, which launches it with one."""
+    """The row of `kernel`'s table to run at `shape`; `prepare` makes inputs for a trial,
+    which launches it with one."""
     if dtype == torch.float32:
         return _FLOAT32[kernel]
     table = _TABLES[kernel]
@@ -144,7 +150,8 @@ def _fastest(table: Sequence[Choice], trial: Trial) -> Choice:
 
 
 def half_of(rows: int, sequences: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Every other row, in the form that `rows.compact` leaves: what block shapes are measured on."""
+    """Every other row, in the form that `rows.compact` leaves:
+    what block shapes are measured on."""
     index = torch.arange(rows, device=device, dtype=torch.int32) * 2 % max(1, rows - 1)
     count = torch.full((sequences,), (rows + 1) // 2, device=device, dtype=torch.int32)
     return index.expand(sequences, -1).contiguous(), count

@@ -1,7 +1,8 @@
-"""Gradients of the row ops: autograd through the operation computed for every row, in PyTorch that a compiler traces.
+"""Gradients of the row ops: autograd through the operation computed for every row,
+in PyTorch that a compiler traces.
 
-Skipped rows are zeros there. The row ops serve inference, where gradients are the exception, and training runs both
-paths for every token anyway.
+Skipped rows are zeros there. The row ops serve inference, where gradients are the exception, and
+training runs both paths for every token anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def through(dense: Callable[..., Tensor]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward pass of an operator whose inputs `keep` kept, from the same operation on all rows."""
+    """The backward pass of an operator whose inputs `keep` kept,
+    from the same operation on all rows."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [number for number, needs in enumerate(ctx.needs_input_grad) if needs]
@@ -91,5 +93,6 @@ def attend(
 
 
 def _chosen(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` with zeros in the rows that `mask`, its first dimensions, skips, whatever stands there."""
+    """`x` with zeros in the rows that `mask`, its first dimensions, skips,
+    whatever stands there."""
     return x.masked_fill(~mask.view(*mask.shape, *[1] * (x.ndim - mask.ndim)), 0)

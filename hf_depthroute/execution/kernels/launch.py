@@ -1,6 +1,8 @@
-"""From the row ops' arguments to Triton launches; imported on first use on CUDA, because it imports Triton.
+"""From the row ops' arguments to Triton launches; imported on first use on CUDA,
+because it imports Triton.
 
-Nothing here waits for the device. Shapes and docstrings of the operators: `ops`; of the kernels: their own modules.
+Nothing here waits for the device. Shapes and docstrings of the operators: `ops`; of the kernels:
+their own modules.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from torch import Tensor
 from . import plain, queries, rows
 from .choices import Choice, Trial, choose, half_of
 
-# Chosen rows: a mask of one byte each, `[N]`, of few; of many what `rows.compact` leaves: int32 `[R, N]` where, int32
-# `[R]` how many.
+# Chosen rows: a mask of one byte each, `[N]`, of few; of many what `rows.compact` leaves: int32
+# `[R, N]` where, int32 `[R]` how many.
 Rows = tuple[Tensor, ...]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -272,7 +274,8 @@ def _attend_few(
 
 
 def _splits(pairs: int, length: int, device: torch.device) -> int:
-    """Cuts of the keys, a power of two: four programs for every multiprocessor, at least 128 keys for each."""
+    """Cuts of the keys, a power of two: four programs for every multiprocessor,
+    at least 128 keys for each."""
     wanted = 4 * _processors(device) // max(1, pairs)
     return 2 ** max(0, min(wanted, length // 128, 64).bit_length() - 1)
 

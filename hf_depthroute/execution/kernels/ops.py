@@ -1,11 +1,12 @@
 """Row ops: full shapes in and out, computed at the chosen rows only, without a word to the host.
 
-Custom operators of the namespace `hf_depthroute`: to `torch.compile` and to a CUDA graph each is one call whose shapes
-do not depend on the mask, so a compiled model skips as the eager one does. On CUDA they run Triton kernels
-that read the number of chosen rows on the device; elsewhere, and without Triton, plain PyTorch.
+Custom operators of the namespace `hf_depthroute`: to `torch.compile` and to a CUDA graph each is
+one call whose shapes do not depend on the mask, so a compiled model skips as the eager one does. On
+CUDA they run Triton kernels that read the number of chosen rows on the device; elsewhere, and
+without Triton, plain PyTorch.
 
-Legend: N rows, i and o input and output width, d model width, f FFN width, B sequences, T positions, S keys,
-H query heads, G key-value heads, k head width.
+Legend: N rows, i and o input and output width, d model width, f FFN width, B sequences, T
+positions, S keys, H query heads, G key-value heads, k head width.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def swiglu_rows(
     w_up: Tensor,
     w_down: Tensor,
 ) -> Tensor:
-    """`stream + scale * W_down (SiLU(W_gate x) * W_up x)` at the rows in `mask`, `stream` at the others.
+    """`stream + scale * W_down (SiLU(W_gate x) * W_up x)` at the rows in `mask`,
+    `stream` at the others.
 
     Args:
         stream: `[N, d]`.
@@ -75,15 +77,16 @@ def attend_rows(
     past: int,
     scaling: float,
 ) -> Tensor:
-    """Softmax attention of the queries in `mask`, zeros at the others; query heads share key-value heads in order.
+    """Softmax attention of the queries in `mask`, zeros at the others;
+    query heads share key-value heads in order.
 
     Args:
         q: `[B, T, H, k]`.
         keys: `[B, G, S, k]` with any strides, as the values.
         values: `[B, G, S, k]`.
         mask: Bool `[B, T]`.
-        allowed: `[B or 1, 1, T, S]`: bool, or a float that is added to the scores. None: query `t` sees keys
-            `0 .. past + t`.
+        allowed: `[B or 1, 1, T, S]`: bool, or a float that is added to the scores. None: query `t`
+            sees keys `0 .. past + t`.
         past: Positions before the first query; without effect where `allowed` is given.
         scaling: What the scores are multiplied by.
 
@@ -95,11 +98,13 @@ def attend_rows(
 
 @functools.cache
 def _on_cuda() -> Any:
-    """The module that launches the Triton kernels; `plain`, with one warning, where Triton is missing."""
+    """The module that launches the Triton kernels; `plain`, with one warning,
+    where Triton is missing."""
     if importlib.util.find_spec("triton") is None:
         warnings.warn(
-            "hf_depthroute: Triton is not installed, so routed layers run in plain PyTorch on CUDA: the host waits for "
-            "the number of chosen rows in every routed layer, and CUDA graphs cannot be captured; pip install triton",
+            "hf_depthroute: Triton is not installed, so routed layers run in plain PyTorch on "
+            "CUDA: the host waits for the number of chosen rows in every routed layer, and CUDA "
+            "graphs cannot be captured; pip install triton",
             stacklevel=2,
         )
         return plain

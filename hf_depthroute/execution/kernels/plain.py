@@ -1,7 +1,7 @@
 """The row ops in plain PyTorch: gather the chosen rows, compute, scatter.
 
-Legend: N rows, F chosen rows, i and o input and output width, d model width, f FFN width, B sequences, T positions,
-S keys, H query heads, G key-value heads, k head width.
+Legend: N rows, F chosen rows, i and o input and output width, d model width, f FFN width, B
+sequences, T positions, S keys, H query heads, G key-value heads, k head width.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Triton kernels for attention of the chosen queries: flash-style tiles of many, and decoding steps.
+"""Triton kernels for attention of the chosen queries: flash-style tiles of many,
+and decoding steps.
 
-A tile of queries reads the keys between the first and the last that any of them may see, and nothing where no query is
-chosen. Scores and sums are float32, in powers of two: `scaling` comes multiplied by log2(e). Keys and values have the
-same strides of a sequence, a head and a position; the head width is contiguous everywhere.
+A tile of queries reads the keys between the first and the last that any of them may see, and
+nothing where no query is chosen. Scores and sums are float32, in powers of two: `scaling` comes
+multiplied by log2(e). Keys and values have the same strides of a sequence, a head and a position;
+the head width is contiguous everywhere.
 
 Legend: B sequences, T positions, S keys, H query heads, G key-value heads, R = H / G, k head width.
 """
@@ -17,10 +19,11 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["length", "T"])
 def visible_range(allowed, bounds, length, stride_b, stride_t, T, BLOCK: tl.constexpr):
-    """`bounds` `[B, T, 3]` of a bool mask `allowed` `[B, T, S]`: first visible key, last + 1, whether there is a gap.
+    """`bounds` `[B, T, 3]` of a bool mask `allowed` `[B, T, S]`: first visible key, last + 1,
+    whether there is a gap.
 
-    Causal masks, padding, windows and packed documents are rows without a gap: the attention kernel then compares
-    positions and need not read the mask for every head. Grid: (T, B).
+    Causal masks, padding, windows and packed documents are rows without a gap: the attention kernel
+    then compares positions and need not read the mask for every head. Grid: (T, B).
     """
     t = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -45,13 +48,16 @@ def visible_range(allowed, bounds, length, stride_b, stride_t, T, BLOCK: tl.cons
 
 @triton.jit
 def _absorb(
-    acc, norm, peak, q, keys, values, begin, end, low, high, table, scaling, stride_s, HEAD: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, COMPARE: tl.constexpr, TABLE: tl.constexpr, PRECISION: tl.constexpr,
+    acc, norm, peak, q, keys, values, begin, end, low, high, table, scaling, stride_s,
+    HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, COMPARE: tl.constexpr,
+    TABLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One pass of the online softmax over keys `begin .. end`: `acc` `[M, k]`, `norm` and `peak` `[M]`.
+    """One pass of the online softmax over keys `begin .. end`: `acc` `[M, k]`,
+    `norm` and `peak` `[M]`.
 
-    COMPARE: a query sees `low .. high` only; elsewhere every key of the tile exists and is visible. TABLE: 1, its row
-    of the bool `table` (pointers `[M]`) says what it sees; 2, that row is added to its scores.
+    COMPARE: a query sees `low .. high` only; elsewhere every key of the tile exists and is visible.
+    TABLE: 1, its row of the bool `table` (pointers `[M]`) says what it sees; 2, that row is added
+    to its scores.
     """
     lanes = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -91,15 +97,16 @@ def _absorb(
 
 @triton.jit(do_not_specialize=["T", "S", "past"])
 def attend_many(
-    q, keys, values, index, count, allowed, bounds, out,
-    T, S, past, scaling, stride_b, stride_g, stride_s, allowed_b, allowed_t,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, TABLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    q, keys, values, index, count, allowed, bounds, out, T, S, past, scaling, stride_b, stride_g,
+    stride_s, allowed_b, allowed_t, HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr,
+    BLOCK_D: tl.constexpr, TABLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of chosen queries: `q`, `out` `[B, T, H, k]`, `index` `[B, T]` and `count` `[B]` from `compact`.
+    """Tiles of chosen queries: `q`, `out` `[B, T, H, k]`,
+    `index` `[B, T]` and `count` `[B]` from `compact`.
 
-    TABLE: 0, causal after `past` keys; 1, a bool mask with its `visible_range`; 2, a float added to the scores.
-    Grid: (tiles of T, H, B); the last tile, which sees most keys, comes first.
+    TABLE: 0, causal after `past` keys; 1, a bool mask with its `visible_range`; 2, a float added to
+    the scores. Grid: (tiles of T, H, B); the last tile, which sees most keys, comes first.
     """
     b = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
@@ -148,20 +155,20 @@ def attend_many(
         if TABLE == 1:  # noqa: SIM102 (a constant; what follows is known on the device only)
             if gaps != 0:
                 acc, norm, peak = _absorb(
-                    acc, norm, peak, query, keys, values, begin, end, lowest, highest, table, scaling, stride_s,
-                    HEAD, BLOCK_D, BLOCK_N, True, 1, PRECISION,
+                    acc, norm, peak, query, keys, values, begin, end, lowest, highest, table,
+                    scaling, stride_s, HEAD, BLOCK_D, BLOCK_N, True, 1, PRECISION,
                 )  # fmt: skip
                 # The passes below find nothing left.
                 inner_begin = end
                 inner_end = end
                 begin = end
         acc, norm, peak = _absorb(
-            acc, norm, peak, query, keys, values, begin, tl.minimum(inner_begin, end), lowest, highest, table, scaling,
-            stride_s, HEAD, BLOCK_D, BLOCK_N, True, 0, PRECISION,
+            acc, norm, peak, query, keys, values, begin, tl.minimum(inner_begin, end), lowest,
+            highest, table, scaling, stride_s, HEAD, BLOCK_D, BLOCK_N, True, 0, PRECISION,
         )  # fmt: skip
         acc, norm, peak = _absorb(
-            acc, norm, peak, query, keys, values, inner_begin, inner_end, lowest, highest, table, scaling,
-            stride_s, HEAD, BLOCK_D, BLOCK_N, False, 0, PRECISION,
+            acc, norm, peak, query, keys, values, inner_begin, inner_end, lowest, highest, table,
+            scaling, stride_s, HEAD, BLOCK_D, BLOCK_N, False, 0, PRECISION,
         )  # fmt: skip
         acc, norm, peak = _absorb(
             acc, norm, peak, query, keys, values, inner_end, end, lowest, highest, table, scaling,
@@ -177,15 +184,17 @@ def attend_many(
 
 @triton.jit(do_not_specialize=["S", "past"])
 def attend_few(
-    q, keys, values, mask, allowed, out, part_acc, part_norm, part_peak,
-    S, past, scaling, stride_b, stride_g, stride_s, allowed_b, allowed_t,
-    T: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
-    TABLE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    q, keys, values, mask, allowed, out, part_acc, part_norm, part_peak, S, past, scaling, stride_b,
+    stride_g, stride_s, allowed_b, allowed_t, T: tl.constexpr, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, TABLE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A decoding step: the `T * R` queries that share a key-value head are one tile, the keys are cut into SPLITS.
+    """A decoding step: the `T * R` queries that share a key-value head are one tile,
+    the keys are cut into SPLITS.
 
     With one split the output is written here, otherwise `combine_splits` does it from `part_acc`
-    `[B * G, SPLITS, M, k]` and the two sums `[B * G, SPLITS, M]`. Grid: (B * G, SPLITS). TABLE as in `attend_many`.
+    `[B * G, SPLITS, M, k]` and the two sums `[B * G, SPLITS, M]`. Grid: (B * G, SPLITS). TABLE as
+    in `attend_many`.
     """
     pair = tl.program_id(0)
     split = tl.program_id(1)
@@ -252,7 +261,9 @@ def combine_splits(
     part_acc, part_norm, part_peak, out, T: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     HEAD: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over all keys from that over each split, always in the same order. Grid: (B * G, T * R).
+    """The softmax over all keys from that over each split, always in the same order.
+
+    Grid: (B * G, T * R).
 
     A split that saw nothing (`norm` 0) has written no `acc`. SPLITS is a power of two.
     """

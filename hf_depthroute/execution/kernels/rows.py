@@ -1,12 +1,15 @@
-"""Triton kernels for chosen rows: compaction of a mask, and products with weights of few rows or of many.
+"""Triton kernels for chosen rows: compaction of a mask,
+and products with weights of few rows or of many.
 
-No kernel tells the host anything. For many rows, grids are sized for all of them; the number of chosen ones is read on
-the device, and programs beyond it return before they touch a weight. For at most 16, a decoding step, where the time is
-that of reading the weights, a program owns some outputs and looks at the mask itself; when no row is chosen it reads no
-weight. No atomics: results do not depend on the order in which programs run. Weights are `[out, in]`, as nn.Linear
-keeps them, and everything is contiguous. Widths are compile-time constants (a model has few of them).
+No kernel tells the host anything. For many rows, grids are sized for all of them; the number of
+chosen ones is read on the device, and programs beyond it return before they touch a weight. For at
+most 16, a decoding step, where the time is that of reading the weights, a program owns some outputs
+and looks at the mask itself; when no row is chosen it reads no weight. No atomics: results do not
+depend on the order in which programs run. Weights are `[out, in]`, as nn.Linear keeps them, and
+everything is contiguous. Widths are compile-time constants (a model has few of them).
 
-Legend: N rows, i and o input and output width; a `slot` counts chosen rows, `row` is where one stands.
+Legend: N rows, i and o input and output width; a `slot` counts chosen rows, `row` is where one
+stands.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,8 +24,8 @@ import triton.language as tl
 def compact(mask, index, count, length, BLOCK: tl.constexpr):
     """Where each row of `mask` `[R, length]` (one byte each) is true, ascending, and how often.
 
-    Grid: (blocks of `length`, R). Every program counts the rows before its block itself: reading so many
-    bytes from the L2 cache again costs less than a second launch.
+    Grid: (blocks of `length`, R). Every program counts the rows before its block itself: reading so
+    many bytes from the L2 cache again costs less than a second launch.
     """
     block = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -43,12 +46,14 @@ def compact(mask, index, count, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def _product(
-    x, row, live, weight, up, column, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    x, row, live, weight, up, column, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`x W^T` of a tile of rows and columns, float32 `[M, N]`; with `up`, `SiLU(x W^T) * (x W_up^T)`.
+    """`x W^T` of a tile of rows and columns, float32 `[M, N]`; with `up`,
+    `SiLU(x W^T) * (x W_up^T)`.
 
-    One row is multiplied on the vector units, several on the tensor cores; of those only the `live` ones are read.
+    One row is multiplied on the vector units, several on the tensor cores; of those only the `live`
+    ones are read.
     """
     k = tl.arange(0, BLOCK_K)
     # The masks of what always exists are known to the compiler, which drops them.
@@ -93,7 +98,8 @@ def _product(
 
 @triton.jit
 def _write(result, row, column, real, live, bias, stream, scale, out, OUT: tl.constexpr):
-    """`out[row] = stream[row] + scale[row] * (result + bias)` at the `real` rows; `stream[row]` where not `live`."""
+    """`out[row] = stream[row] + scale[row] * (result + bias)` at the `real` rows;
+    `stream[row]` where not `live`."""
     if bias is not None:
         result += tl.load(bias + tl.minimum(column, OUT - 1)).to(tl.float32)[None, :]
     if scale is not None:
@@ -113,10 +119,11 @@ def multiply_many(
     WIDTH: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """`out[row] = stream[row] + scale[row] * (x[row] W^T + bias)` at the rows of `compact`; `out` keeps the others.
+    """`out[row] = stream[row] + scale[row] * (x[row] W^T + bias)` at the rows of `compact`;
+    `out` keeps the others.
 
-    With `up`, `SiLU(x W^T) * (x W_up^T)` stands for `x W^T`. All of `up`, `bias`, `stream` (0) and `scale` (1) may be
-    None. `x` `[N, i]`, `stream` and `out` `[N, o]`.
+    With `up`, `SiLU(x W^T) * (x W_up^T)` stands for `x W^T`. All of `up`, `bias`, `stream` (0) and
+    `scale` (1) may be None. `x` `[N, i]`, `stream` and `out` `[N, o]`.
     """
     total = tl.load(count)
     tiles_m = tl.cdiv(total, BLOCK_M)
@@ -130,7 +137,8 @@ def multiply_many(
     high = tl.minimum(tiles_m - first, GROUP)
     slot = (first + pid % in_group % high) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = (pid % in_group // high) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Beyond the end, the last chosen row and the last column are computed again and not stored: no mask in the loop.
+    # Beyond the end, the last chosen row and the last column are computed again and not stored: no
+    # mask in the loop.
     row = tl.load(index + tl.minimum(slot, total - 1)).to(tl.int64)
     read = tl.minimum(column, OUT - 1).to(tl.int64)
     every = tl.full([BLOCK_M], True, tl.int1)
@@ -146,7 +154,8 @@ def multiply_few(
     WIDTH: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`multiply_many` at the rows in `mask`, N <= BLOCK_M of them; at the others `out` is the stream, or 0."""
+    """`multiply_many` at the rows in `mask`, N <= BLOCK_M of them;
+    at the others `out` is the stream, or 0."""
     row = tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     read = tl.minimum(column, OUT - 1).to(tl.int64)

@@ -32,7 +32,9 @@ class AttentionTarget(Target):
     called = "attention"
     decides: ClassVar[Mapping[str, str]] = {
         "token": "whether it attends. A token that does not still writes its key and value.",
-        "sequence": "whether its attention runs. Where it does not, no keys and values are written.",
+        "sequence": (
+            "whether its attention runs. Where it does not, no keys and values are written."
+        ),
     }
     norm_of = "attention"
     decode_step: ClassVar[type[DecodeStep] | None] = AttentionStep
@@ -44,7 +46,8 @@ class AttentionTarget(Target):
         return call.stream + attention_update(call.layer, call.family, call.norm(), call.kwargs)
 
     def rest(self, call: RoutedCall, rows: Tensor, before: Tensor, scale: Tensor | None) -> Tensor:
-        """The rest of the full path after the attention, for rows `[n, d]` of the stream after and before it."""
+        """The rest of the full path after the attention,
+        for rows `[n, d]` of the stream after and before it."""
         return rows
 
     def gathered(self, call: RoutedCall) -> Tensor:
@@ -107,7 +110,8 @@ class AttentionTarget(Target):
         return torch.where(call.mask[..., None], after, call.cheap())
 
     def rest_by_rows(self, call: RoutedCall, after: Tensor) -> Tensor:
-        """`rest` for the rows in the mask, `[B, T, d]`; what stands in the other rows does not matter."""
+        """`rest` for the rows in the mask, `[B, T, d]`;
+        what stands in the other rows does not matter."""
         return after
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:

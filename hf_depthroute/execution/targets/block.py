@@ -27,9 +27,14 @@ class BlockTarget(AttentionTarget):
     skips = ("attention", "ffn")
     called = "whole blocks"
     decides: ClassVar[Mapping[str, str]] = {
-        "token": "whether it enters the block, attention and FFN. A token that does not still writes its key and "
-        "value.",
-        "sequence": "whether its block runs, attention and FFN. Where it does not, no keys and values are written.",
+        "token": (
+            "whether it enters the block, attention and FFN. A token that does not still writes "
+            "its key and value."
+        ),
+        "sequence": (
+            "whether its block runs, attention and FFN. Where it does not, no keys and values are "
+            "written."
+        ),
     }
     decode_step = AttentionStep
 
@@ -79,7 +84,8 @@ class BlockTarget(AttentionTarget):
     def _scaled(
         self, call: RoutedCall, of_attention: Tensor | None, of_ffn: Tensor | None
     ) -> Tensor:
-        """`a = h + s attention(LN1(h))`, then `a + t FFN(LN2(a))`, with `s` and `t` `[B, T]`, 1 where None."""
+        """`a = h + s attention(LN1(h))`, then `a + t FFN(LN2(a))`, with `s` and `t` `[B, T]`,
+        1 where None."""
         layer = call.layer
         family = call.family
         stream = call.stream

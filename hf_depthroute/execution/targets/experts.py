@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class ExpertsTarget(FFNTarget):
-    """The experts of an MoE block: one decision per (token, expert) pair that the block's own router chose.
+    """The experts of an MoE block: one decision per (token,
+    expert) pair that the block's own router chose.
 
     A dropped pair contributes its weight times the cheap branch.
     """

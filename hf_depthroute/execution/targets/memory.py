@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 class MemoryTarget(Target):
     """`h <- h + alpha v` before the whole layer, which runs for every token.
 
-    The full path is `h + v`, the cheap path `h`; `alpha` is the gate's `p`, in training and in inference. So the forks
-    of `training.forks` compare forced gates, `alpha = 1` with `alpha = 0`: equation 3 of "Counterfactual Gate
-    Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" (FARS, Analemma;
+    The full path is `h + v`, the cheap path `h`; `alpha` is the gate's `p`, in training and in
+    inference. So the forks of `training.forks` compare forced gates, `alpha = 1` with `alpha = 0`:
+    equation 3 of "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in
+    Engram-Style Conditional Memory" (FARS, Analemma;
     gitlab.com/fars-a/counterfactual-gate-supervision), where the other layers follow their gates.
 
     The object in `TARGETS` has looked nothing up; `of_call` gives the one that a forward pass uses.
@@ -42,7 +43,9 @@ class MemoryTarget(Target):
     skips = ("memory",)
     called = "memory"
     decides: ClassVar[Mapping[str, str]] = {
-        "token": "how much of what a table of hashed n-grams holds for it is added before the attention."
+        "token": (
+            "how much of what a table of hashed n-grams holds for it is added before the attention."
+        )
     }
     norm_of = "attention"
     reads_ids = True
