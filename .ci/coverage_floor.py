@@ -1,4 +1,5 @@
-"""Fail where a coverage report is below the floors: `python .ci/coverage_floor.py coverage.json`."""
+"""Fail where a coverage report is below the floors:
+`python .ci/coverage_floor.py coverage.json`."""
 
 import json
 import sys
@@ -10,6 +11,7 @@ totals = json.loads(Path(sys.argv[1]).read_text())["totals"]
 lines = 100 * totals["covered_lines"] / totals["num_statements"]
 branches = 100 * totals["covered_branches"] / totals["num_branches"]
 print(
-    f"coverage: {lines:.1f} % of lines (at least {LINES:.0f}), {branches:.1f} % of branches (at least {BRANCHES:.0f})"
+    f"coverage: {lines:.1f} % of lines (at least {LINES:.0f}), {branches:.1f} % of branches (at "
+    f"least {BRANCHES:.0f})"
 )
 sys.exit(lines < LINES or branches < BRANCHES)

@@ -3,10 +3,12 @@
     python .ci/resolve.py --uv .venv/bin/uv check
     python .ci/resolve.py --uv .venv/bin/uv write [--upgrade]
 
-uv resolves for Pythons and platforms that are not here. It runs with an empty home and without any configuration or
-variable of this machine, so neither local wheels nor another index can hide what others meet. `check` fails when
+uv resolves for Pythons and platforms that are not here. It runs with an empty home and without any
+configuration or variable of this machine, so neither local wheels nor another index can hide what
+others meet. `check` fails when
 
-* a Python or platform does not resolve, or needs a package without a wheel (three small pure-Python ones have none);
+* a Python or platform does not resolve, or needs a package without a wheel (three small pure-Python
+  ones have none);
 * `constraints.txt` is not what `write` would write;
 * a build of PyTorch for CPUs would still bring CUDA;
 * the pin that once broke every installation (triton 3.6.0 beside torch 2.13.0) passes unnoticed.
@@ -38,7 +40,8 @@ HEADER = """\
 
 
 def pinned_extras() -> list[str]:
-    """The extras whose packages `constraints.txt` pins: all but vLLM's, which pins PyTorch and transformers itself."""
+    """The extras whose packages `constraints.txt` pins: all but vLLM's,
+    which pins PyTorch and transformers itself."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return [name for name in project["optional-dependencies"] if name != "vllm"]
 
@@ -89,7 +92,8 @@ class Resolver:
         return done.stdout
 
     def locked(self, constraints: Path, upgrade: bool = False) -> str:
-        """The text of `constraints.txt`, for `pinned_extras`, keeping the versions that `constraints` holds."""
+        """The text of `constraints.txt`, for `pinned_extras`,
+        keeping the versions that `constraints` holds."""
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "constraints.txt"
             if not upgrade:
@@ -107,7 +111,8 @@ def pins(text: str) -> dict[str, str]:
 
 
 def cpu_wheel(folder: Path, version: str) -> None:
-    """Write a wheel that stands for PyTorch's CPU build: its name and version, and none of CUDA's packages."""
+    """Write a wheel that stands for PyTorch's CPU build: its name and version,
+    and none of CUDA's packages."""
     release = f"torch-{version}+cpu"
     lines = ("Metadata-Version: 2.1", "Name: torch", f"Version: {version}+cpu")
     with zipfile.ZipFile(folder / f"{release}-py3-none-any.whl", "w") as wheel:

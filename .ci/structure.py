@@ -1,8 +1,10 @@
-"""The shape of a package, read from its source: what imports what, how deep, in circles or not, and what is long.
+"""The shape of a package, read from its source: what imports what, how deep, in circles or not,
+and what is long.
 
-`python .ci/structure.py [PACKAGE_DIR]`. A room is a subpackage right below the package; a module that stands there
-alone counts as one where rooms are compared. Imports inside functions count as the others do, those that only a type
-checker makes (`if TYPE_CHECKING:`) apart. Nothing is imported to find this out.
+`python .ci/structure.py [PACKAGE_DIR]`. A room is a subpackage right below the package; a module
+that stands there alone counts as one where rooms are compared. Imports inside functions count as
+the others do, those that only a type checker makes (`if TYPE_CHECKING:`) apart. Nothing is imported
+to find this out.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# A room imports itself and what stands in the lines above its own; rooms of one line do not import each other.
+# A room imports itself and what stands in the lines above its own; rooms of one line do not import
+# each other.
 ORDER = """
 version
 files
@@ -38,7 +41,8 @@ __init__ __main__
 
 
 class Arrow(NamedTuple):
-    """`source` imports `target`, both named below the package: `routing.trace`, and `__init__` for the package."""
+    """`source` imports `target`, both named below the package: `routing.trace`,
+    and `__init__` for the package."""
 
     source: str
     target: str
@@ -48,7 +52,8 @@ class Arrow(NamedTuple):
 
 
 def read_modules(package: Path) -> dict[str, ast.Module]:
-    """Every module of the package by its name; a subpackage's `__init__` has the subpackage's name."""
+    """Every module of the package by its name; a subpackage's `__init__` has the
+    subpackage's name."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -89,7 +94,8 @@ def _walk(
 
 
 def _imported(node: ast.AST, here: list[str]) -> Iterator[str]:
-    """Full names of what is imported: `from .x import y` and `import_module(".x", ...)` in the package `here` too."""
+    """Full names of what is imported: `from .x import y` and `import_module(".x", ...)` in the
+    package `here` too."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -120,7 +126,8 @@ def edges_of(arrows: Iterable[Arrow], rooms: bool = False) -> set[tuple[str, str
 
 
 def groups_of(edges: set[tuple[str, str]]) -> list[set[str]]:
-    """Strongly connected components, the imported before those that import them (Tarjan's algorithm)."""
+    """Strongly connected components, the imported before those that import them
+    (Tarjan's algorithm)."""
     after: dict[str, list[str]] = {name: [] for edge in edges for name in edge}
     for source, target in sorted(edges):
         after[source].append(target)
@@ -202,9 +209,9 @@ def describe(package: Path) -> Iterator[str]:
         circles = circles_of(edges)
         lazy = edges - edges_of([a for a in running if not a.lazy], between_rooms)
         yield (
-            f"arrows between {what}: {len(edges)} ({len(lazy)} in functions only; for type checkers only "
-            f"{len(edges_of(arrows, between_rooms) - edges)}), {max(levels_of(edges).values(), default=0) + 1} levels, "
-            f"{len(circles)} circles"
+            f"arrows between {what}: {len(edges)} ({len(lazy)} in functions only; for type "
+            f"checkers only {len(edges_of(arrows, between_rooms) - edges)}), "
+            f"{max(levels_of(edges).values(), default=0) + 1} levels, {len(circles)} circles"
         )
         yield from (f"  circle of {len(circle)}: {', '.join(sorted(circle))}" for circle in circles)
     if top <= set(ORDER.split()):
@@ -220,9 +227,15 @@ def describe(package: Path) -> Iterator[str]:
         yield f"  {a.source} -> {a.target} (line {a.line}{', typing' if a.typing else ''})"
     functions = list(functions_of(modules))
     name, lines, _ = max(functions, key=lambda f: f[1])
-    yield f"longest function: {name}, {lines} lines ({sum(f[1] > 50 for f in functions)} are longer than 50)"
+    yield (
+        f"longest function: {name}, {lines} lines ({sum(f[1] > 50 for f in functions)} are longer "
+        "than 50)"
+    )
     name, _, count = max(functions, key=lambda f: f[2])
-    yield f"most parameters: {name}, {count} ({sum(f[2] > 8 for f in functions)} functions have more than 8)"
+    yield (
+        f"most parameters: {name}, {count} ({sum(f[2] > 8 for f in functions)} functions have more "
+        "than 8)"
+    )
 
 
 if __name__ == "__main__":

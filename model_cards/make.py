@@ -2,8 +2,9 @@
 
     python model_cards/make.py
 
-A run is an adapter's configuration, `training.json` of `hf-depthroute train`, `eval.json` of `eval --json` and, where
-speed was measured, `bench.json` of `bench --json`; its weights are not kept.
+A run is an adapter's configuration, `training.json` of `hf-depthroute train`, `eval.json` of
+`eval --json` and, where speed was measured, `bench.json` of `bench --json`; its weights are not
+kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Write `docs/claims.md`: every claim, baseline, ablation and data set of the papers, from the committed result files.
+"""Write `docs/claims.md`: every claim, baseline, ablation and data set of the papers,
+from the committed result files.
 
 python recipes/claims.py
 """
@@ -118,9 +119,7 @@ def depth_routing() -> Paper:
             "[budget of 25 %](../recipes/aux_losses/budget_25/report.md), "
             "[variants](../recipes/aux_losses/variants/report.md), [pilots](../recipes/aux_losses/results/report.md): "
             "what is not from the 4,000 steps says so. Intervals hold for all statements of one study together.",
-            rows(CLAIMS),
-            "What the paper leaves open, and what it does not ask:",
-            rows(QUESTIONS),
+            rows(CLAIMS), "What the paper leaves open, and what it does not ask:", rows(QUESTIONS),
             not_run("depth_routing"),
             "Counted, not run, so in no state: the paper's proxy of a training step, in full FFNs per token and routed "
             "layer, at its shape. Its own numbers include the target projection of the JEPA loss, those of the studies "
@@ -170,13 +169,10 @@ def router_tuning() -> Paper:
             ),
             "Routers are compared with the best sublayers dropped at the same share, of the routed three and of all "
             "six; experts with Expert Drop, the paper's baseline, and with the best of four orders of dropping.",
-            tuning_report.claims(results),
-            tuning_report.COSTS,
+            tuning_report.claims(results), tuning_report.COSTS,
             tuning_report.cost_claims(results, read("router_tuning/kv_cache.json")),
-            lora_report.claims(lora),
-            moe_verdicts.tuning_claims(experts),
-            moe_verdicts.skipping_claims(experts),
-            not_run("router_tuning"),
+            lora_report.claims(lora), moe_verdicts.tuning_claims(experts),
+            moe_verdicts.skipping_claims(experts), not_run("router_tuning"),
         ],
     )  # fmt: skip
 
@@ -225,7 +221,8 @@ def papers() -> list[Paper]:
 
 
 def counts(found: Sequence[Paper]) -> list[str]:
-    """How many of each paper's claims have each state, and how many statements that are not the paper's."""
+    """How many of each paper's claims have each state,
+    and how many statements that are not the paper's."""
     rows = []
     for title, judged in [
         *((p.title, p.rows()) for p in found),

@@ -1,4 +1,5 @@
-"""The MLP gate beside the JEPA gate, in every committed comparison: a part of the page about gates."""
+"""The MLP gate beside the JEPA gate, in every committed comparison:
+a part of the page about gates."""
 
 from __future__ import annotations
 
@@ -106,10 +107,13 @@ def gate_comparison() -> list[str]:
     )
     counts = [Counter(duel.lower()[0] for duel in group)["MLP"] for group in (plain, labelled)]
     return [
-        "Neither is ahead of the other everywhere. Trained without the oracle's labels the MLP gate ended lower in "
-        f"{counts[0]} of {len(plain)} comparisons and the JEPA gate in {len(plain) - counts[0]}; with the oracle's "
-        f"labels the MLP gate in {counts[1]} of {len(labelled)}. Mean loss in nats over seeds; the last column "
-        "says in how many seeds the lower one is lower:",
+        (
+            "Neither is ahead of the other everywhere. Trained without the oracle's labels the "
+            f"MLP gate ended lower in {counts[0]} of {len(plain)} comparisons and the JEPA gate in "
+            f"{len(plain) - counts[0]}; with the oracle's labels the MLP gate in {counts[1]} of "
+            f"{len(labelled)}. Mean loss in nats over seeds; the last column says in how many "
+            "seeds the lower one is lower:"
+        ),
         "",
         *markdown_table(
             ["study", "budget", "MLP", "JEPA", "JEPA - MLP", "lower, in seeds"],

@@ -1,7 +1,8 @@
-"""The README's two generated parts: the five papers with what became of their claims, and six results.
+"""The README's two generated parts: the five papers with what became of their claims,
+and six results.
 
-`python recipes/tables.py` writes them. A number after ± is a standard error: of a mean over seeds, or of a median over
-rounds.
+`python recipes/tables.py` writes them. A number after ± is a standard error: of a mean over seeds,
+or of a median over rounds.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def losses() -> Sequence[str]:
 
 def routed_prompts() -> Sequence[str]:
     return (
-        "What does a cheaper prompt cost the text behind it?", "Little, on a model that people know.",
+        "What does a cheaper prompt cost the text behind it?",
+        "Little, on a model that people know.",
         f"{smollm2.told()[0]}; SmolLM2-135M-Instruct, 1,024 tokens, five texts, three seeds; {smollm2.told_tasks()}; "
         f"{smollm2.told_other('others/qwen2.5-coder-0.5b')}",
         "smollm2",
@@ -99,7 +101,8 @@ def with_lora() -> Sequence[str]:
     seeds = read("lora/results.json")["seeds"].values()
     more = [seed["joint"]["loss"] - seed["lora"]["loss"] for seed in seeds]
     return (
-        "What does routing cost a model that LoRA fine-tunes?", "A tenth of a nat, trained jointly.",
+        "What does routing cost a model that LoRA fine-tunes?",
+        "A tenth of a nat, trained jointly.",
         f"{tell_mean(more, sign='+')} nats ({perplexity(statistics.fmean(more))}), a quarter of the FFN calls skipped; "
         f"5.2 million weights, {len(seeds)} seeds", "lora",
     )  # fmt: skip
@@ -126,7 +129,8 @@ def served() -> Sequence[str]:
     ).values()
     real = [statistics.median(rounds) for rounds in of_real]
     return (
-        "Does vLLM serve more tokens per second?", "On four wide layers yes; a small model's prompts hardly.",
+        "Does vLLM serve more tokens per second?",
+        "On four wide layers yes; a small model's prompts hardly.",
         f"{min(ratios):.2f} to {max(ratios):.2f} of the dense rate, prompts of {max(found)[0]:,} tokens, "
         f"{load['machine']['device']}, width of Qwen2.5-0.5B, random weights; SmolLM2-135M, prompts alone routed, "
         f"AMD EPYC, {min(real):.2f} to {max(real):.2f}", "vllm_load",
@@ -146,8 +150,10 @@ def router_tuning() -> Sequence[str]:
     )
     seeds = len(tuning_report.cell(results, "ffn", "token"))
     return (
-        "Do trained routers alone beat the best sublayers dropped?", "Per token yes, whole sequences of FFNs no.",
-        f"FFNs {token} nats per token, {sequence} per sequence; 5.2 million weights, {seeds} seeds", "router_tuning",
+        "Do trained routers alone beat the best sublayers dropped?",
+        "Per token yes, whole sequences of FFNs no.",
+        f"FFNs {token} nats per token, {sequence} per sequence; 5.2 million weights, {seeds} seeds",
+        "router_tuning",
     )  # fmt: skip
 
 

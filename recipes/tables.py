@@ -2,9 +2,9 @@
 
 python recipes/tables.py
 
-The README has where routing pays, the papers and six results, `docs/results.md` a row a study and the tables,
-`docs/how-to/pick-a-gate.md` the comparison of two gates, `fit_router` and `demo` a picture each. A
-number after ± is a standard error everywhere.
+The README has where routing pays, the papers and six results, `docs/results.md` a row a study and
+the tables, `docs/how-to/pick-a-gate.md` the comparison of two gates, `fit_router` and `demo` a
+picture each. A number after ± is a standard error everywhere.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ README = RECIPES.parent / "README.md"
 RESULTS_PAGE = RECIPES.parent / "docs" / "results.md"
 GATE_PAGE = RECIPES.parent / "docs" / "how-to" / "pick-a-gate.md"
 BRIEF = (
-    "A number after ± is a standard error: of a mean over seeds, or of a median over rounds. Quality figures are of "
-    'models of at most 18 million weights where no other size is named; speed figures "at the shape" or "of the '
-    'width" of a larger one are of random weights. Times are of the processor that is named, and differ on others.'
+    "A number after ± is a standard error: of a mean over seeds, or of a median over rounds. "
+    "Quality figures are of "
+    'models of at most 18 million weights where no other size is named; speed figures "at the '
+    'shape" or "of the width" of a larger one are of random weights. Times are of the processor '
+    "that is named, and differ on others."
 )
 # The names of the generated parts' markers.
 RESULTS, GATES, PAPERS, PAYS = "results", "gates", "papers", "pays"
@@ -75,12 +77,16 @@ def studies() -> list[Study]:
 
 
 def results() -> list[tuple[Path, str, list[str]]]:
-    """Page, marker and lines of every generated part but the gates': the README's, and the page of results."""
+    """Page, marker and lines of every generated part but the gates': the README's,
+    and the page of results."""
     found = studies()
     rows = [[f"[{s.title}](#{anchor(s.title)})", f"`{s.command}`", s.brief] for s in found]
     sections = [BRIEF, "", *markdown_table(["study", "command", "what came out"], rows)]
     for s in found:
-        made = f"From [`recipes/{s.folder}`](../recipes/{s.folder}/README.md), which has the exact commands."
+        made = (
+            f"From [`recipes/{s.folder}`](../recipes/{s.folder}/README.md), which has the exact "
+            "commands."
+        )
         sections += ["", f"## {s.title}", "", made, "", *s.section]
     return [
         (README, PAYS, when_it_pays.lines()),
@@ -96,7 +102,8 @@ def anchor(title: str) -> str:
 
 
 def draw() -> None:
-    """The demo's picture, and the README's: fits for each share, with the times that the demo measured on that base."""
+    """The demo's picture, and the README's: fits for each share,
+    with the times that the demo measured on that base."""
     measured = read("demo/results.json")
     prefill = measured["bench"]["prefill"]
     shares, ratios = zip(

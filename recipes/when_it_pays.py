@@ -1,4 +1,5 @@
-"""The README's table of where routing saves time, from the committed result files; `tables.py` writes it."""
+"""The README's table of where routing saves time, from the committed result files;
+`tables.py` writes it."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def prompts() -> str:
     ]
     millions = demo["setting"]["parameters"] / 1e6
     return (
-        f"**{told(demo['prefill']['budgets'][HALF])}** on an Intel Xeon with AMX, {span(first)} on an AMD EPYC: a "
-        f"Llama of {millions:.0f} million weights"
+        f"**{told(demo['prefill']['budgets'][HALF])}** on an Intel Xeon with AMX, {span(first)} on "
+        f"an AMD EPYC: a Llama of {millions:.0f} million weights"
     )
 
 
@@ -66,8 +67,8 @@ def several_sequences() -> str:
     )
     without = told(plain["budgets"][HALF])
     return (
-        f"**{span(some)}** for 2 to 16 at once on an EPYC with bfloat16 instructions, {without} for {plain['batch']} "
-        "on one without: the same width"
+        f"**{span(some)}** for 2 to 16 at once on an EPYC with bfloat16 instructions, {without} "
+        f"for {plain['batch']} on one without: the same width"
     )
 
 

@@ -32,11 +32,11 @@ from torch.utils._device import _device_constructors
 
 from hf_depthroute.execution import costs
 
-# Tracing makes Python half as slow again. What these files run, other tests run too, or it runs in processes that are
-# not traced; of another long table, every fourth case counts.
+# Tracing makes Python half as slow again. What these files run, other tests run too, or it runs in
+# processes that are not traced; of another long table, every fourth case counts.
 LEFT_OUT_OF_COVERAGE = (
-    "test_docs", "test_family_table", "test_fuzz", "test_invariants_causal", "test_invariants_execution",
-    "test_invariants_state", "test_kill",
+    "test_docs", "test_family_table", "test_fuzz", "test_invariants_causal",
+    "test_invariants_execution", "test_invariants_state", "test_kill",
 )  # fmt: skip
 LONG_TABLE = 16
 LEFT_OUT = pytest.StashKey[int]()
@@ -60,7 +60,8 @@ def counted(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def waits_for_the_night(item: pytest.Item) -> bool:
-    """Whether a test is marked `nightly`, and is none of the cases that the mark's `unless` keeps in every run."""
+    """Whether a test is marked `nightly`, and is none of the cases that the mark's `unless`
+    keeps in every run."""
     mark = item.get_closest_marker("nightly")
     if mark is None or "unless" not in mark.kwargs:
         return mark is not None
@@ -69,8 +70,8 @@ def waits_for_the_night(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--cov`, run what coverage is counted of; with `--nightly` or a test's own name (`file::test`), all; else
-    what does not wait for the night."""
+    """With `--cov`, run what coverage is counted of; with `--nightly` or a test's own name
+    (`file::test`), all; else what does not wait for the night."""
     if config.getoption("cov_source", default=None):
         kept = counted(items)
     elif config.getoption("nightly") or any("::" in argument for argument in config.args):
@@ -102,7 +103,8 @@ def pytest_terminal_summary(
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: without this, Trainers spend a third of their time collecting garbage in it."""
+    """What is imported by now stays: without this, Trainers spend a third of their time
+    collecting garbage in it."""
     gc.collect()
     gc.freeze()
 
@@ -121,7 +123,8 @@ def fixed_global_state() -> Iterator[None]:
 
 
 class TensorsOfTests(TorchFunctionMode):
-    """What a test makes without naming a device is made on `DEVICE`; the package and its libraries are not helped."""
+    """What a test makes without naming a device is made on `DEVICE`;
+    the package and its libraries are not helped."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

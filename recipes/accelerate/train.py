@@ -1,9 +1,12 @@
-"""Routers trained by a loop of your own, on one process or many: plain PyTorch, Accelerate, and the routing objective.
+"""Routers trained by a loop of your own, on one process or many: plain PyTorch, Accelerate,
+and the routing objective.
 
-    accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/accelerate/train.py --out OUT
+    accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/accelerate/train.py --out
+    OUT
 
-`OUT` holds the adapter, `losses.json`, and under `checkpoints` what `--resume` goes on from. The batch size is that of
-all processes together, so a run gives the same adapter on one process as on two.
+`OUT` holds the adapter, `losses.json`, and under `checkpoints` what `--resume` goes on from. The
+batch size is that of all processes together, so a run gives the same adapter on one process as on
+two.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ def make_loader(args: argparse.Namespace) -> Any:
 
 def train(args: argparse.Namespace) -> None:
     set_seed(args.seed)
-    # Before the Accelerator: once it has a ZeRO-3 configuration, transformers splits every model that it loads.
+    # Before the Accelerator: once it has a ZeRO-3 configuration, transformers splits every model
+    # that it loads.
     base = transformers.AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.float32, trust_remote_code=False
     )
@@ -73,7 +77,8 @@ def train(args: argparse.Namespace) -> None:
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.lr, weight_decay=0.01)
-    # Prepared, the schedule moves with the optimizer; split batches keep it from moving once per process.
+    # Prepared, the schedule moves with the optimizer; split batches keep it from moving once per
+    # process.
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, args.steps // 10, args.steps)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
@@ -89,7 +94,8 @@ def train(args: argparse.Namespace) -> None:
         with accelerator.accumulate(model):
             with objective.watching() as watched:
                 output = model(**batch)
-                # A share of 1: `backward` divides by the number of accumulated batches, the routing terms too.
+                # A share of 1: `backward` divides by the number of accumulated batches, the routing
+                # terms too.
                 loss = objective(output.loss, watched, 1.0, batch["labels"], output.logits)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
@@ -128,7 +134,8 @@ def forever(accelerator: Accelerator, loader: Any, done: int) -> Any:
 
 
 def save(accelerator: Accelerator, model: Any, progress: Progress, out: Path) -> None:
-    """Write the adapter; what FSDP or ZeRO-3 has split is gathered first, and every process takes part in that."""
+    """Write the adapter; what FSDP or ZeRO-3 has split is gathered first,
+    and every process takes part in that."""
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(out, state_dict=state)

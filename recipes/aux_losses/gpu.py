@@ -1,13 +1,15 @@
-"""The study at the shape of its paper on one GPU: pretrain the base, measure a step, then run as many steps as fit.
+"""The study at the shape of its paper on one GPU: pretrain the base, measure a step,
+then run as many steps as fit.
 
     python recipes/aux_losses/gpu.py --work WORK --out OUT --minutes 25
 
-The base is that of arXiv:2604.17228 (GPT-2 architecture, d=640, 12 layers, 10 heads, inner 2560, 768 positions) with
-a vocabulary of 16,384 instead of 151,665, pretrained on the source text of the Python packages installed on the
-machine. Then G1, G3, A1, A3-G1 and A3-G3 with two seeds, batch 16 x 256, bf16, as many at a time as end first: one
-more is timed until it gains less than a tenth, or does not fit the memory. Every phase leaves its result in WORK and
-is skipped when that exists, and the study keeps its complete runs: start the same command again after a kill. The
-number of steps is fixed at the first start, 20,000 or what the remaining minutes allow; OUT gets the results, which
+The base is that of arXiv:2604.17228 (GPT-2 architecture, d=640, 12 layers, 10 heads, inner 2560,
+768 positions) with a vocabulary of 16,384 instead of 151,665, pretrained on the source text of the
+Python packages installed on the machine. Then G1, G3, A1, A3-G1 and A3-G3 with two seeds, batch 16
+x 256, bf16, as many at a time as end first: one more is timed until it gains less than a tenth, or
+does not fit the memory. Every phase leaves its result in WORK and is skipped when that exists, and
+the study keeps its complete runs: start the same command again after a kill. The number of steps is
+fixed at the first start, 20,000 or what the remaining minutes allow; OUT gets the results, which
 name it.
 
 `--smoke` runs all of it on a small model in a few minutes, also without a GPU.
@@ -57,7 +59,8 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def source_texts(limit: int) -> dict[str, list[str]]:
-    """Python sources of the standard library and the installed packages; one file in 50 is validation."""
+    """Python sources of the standard library and the installed packages;
+    one file in 50 is validation."""
     texts: dict[str, list[str]] = {"train": [], "validation": []}
     seen: set[int] = set()
     for name in ("stdlib", "purelib"):
@@ -113,9 +116,9 @@ def pretrain(
         return
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=size["vocabulary"], n_positions=768, n_embd=size["width"], n_layer=size["layers"],
-        n_head=size["heads"], n_inner=4 * size["width"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=0, eos_token_id=0,
+        vocab_size=size["vocabulary"], n_positions=768, n_embd=size["width"],
+        n_layer=size["layers"], n_head=size["heads"], n_inner=4 * size["width"], resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config).to(device).train()
     optimizer = torch.optim.AdamW(
@@ -147,7 +150,8 @@ def pretrain(
         if step % 200 == 0:
             print(f"pretraining: step {step} of {steps}, loss {loss.item():.3f}", flush=True)
     print(
-        f"pretrained {steps} steps, {steps * batch * train.shape[1]:,} tokens, loss {loss.item():.3f}",
+        f"pretrained {steps} steps, {steps * batch * train.shape[1]:,} tokens, loss "
+        f"{loss.item():.3f}",
         flush=True,
     )
     model.eval().save_pretrained(work / "base.partial")
@@ -184,7 +188,8 @@ class Steps:
 
 
 def measure_steps(work: Path, size: dict[str, int], device: torch.device) -> dict[str, Any]:
-    """Seconds of a training step of every config, and the part of a step that is spent outside kernels."""
+    """Seconds of a training step of every config, and the part of a step that is spent
+    outside kernels."""
     path = work / "steps.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -205,7 +210,8 @@ def measure_steps(work: Path, size: dict[str, int], device: torch.device) -> dic
 
 
 def measure_jobs(work: Path, size: dict[str, int], device: torch.device) -> dict[str, float]:
-    """Steps a second of all of so many runs at a time; up to 8, as long as one more gains a tenth."""
+    """Steps a second of all of so many runs at a time; up to 8,
+    as long as one more gains a tenth."""
     path = work / "jobs.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -237,7 +243,8 @@ def measure_jobs(work: Path, size: dict[str, int], device: torch.device) -> dict
 def _timed(
     work: Path, size: dict[str, int], device: str, jobs: int, ready: Any, found: Any
 ) -> None:
-    """In a process of its own: the seconds of a step of the largest config, beside the other processes."""
+    """In a process of its own: the seconds of a step of the largest config,
+    beside the other processes."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     try:
         steps = Steps("g3", work, size, torch.device(device))
@@ -250,7 +257,8 @@ def _timed(
 
 
 def time_of_all(throughput: dict[str, float], jobs: int, runs: int) -> float:
-    """Time of all runs over that of a single one alone: full rounds of `jobs`, and a last one of what is left."""
+    """Time of all runs over that of a single one alone: full rounds of `jobs`,
+    and a last one of what is left."""
     rounds = [jobs] * (runs // jobs) + [runs % jobs] * (runs % jobs > 0)
     return sum(at_once * throughput["1"] / throughput[str(at_once)] for at_once in rounds)
 

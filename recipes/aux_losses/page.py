@@ -48,21 +48,27 @@ def study() -> Study:
     info = study.info
     fewer, pilot_size = (f"{sized(one)} of {one.info['steps']} steps" for one in (short, pilots))
     brief = (
-        f"{sized(study)} of {info['steps']:,} steps: of the papers' claims and open questions {counted(study)}; "
-        f"{fewer}: {counted(short)}; at a budget of 25 %, {sized(quarter)}: {counted(quarter)}; variants, "
-        f"{sized(variants)}: {counted(variants)}; pilots, {pilot_size}: {counted(pilots)}"
+        f"{sized(study)} of {info['steps']:,} steps: of the papers' claims and open questions "
+        f"{counted(study)}; {fewer}: {counted(short)}; at a budget of 25 %, {sized(quarter)}: "
+        f"{counted(quarter)}; variants, {sized(variants)}: {counted(variants)}; pilots, "
+        f"{pilot_size}: {counted(pilots)}"
     )
     section = [
-        f"{sized(study)} on the embedded base, last 3 of 6 FFNs routed at budget 0.5, {info['steps']:,} steps; dense "
-        f"loss {info['base']['dense_loss']:.3f}. Of the papers' claims (arXiv:2604.17228 and CGS) and open questions: "
-        f"{counted(study)}; each with its interval in [the report](../recipes/aux_losses/long/report.md) and on "
-        f"[the page of claims](claims.md). [Fewer steps](../recipes/aux_losses/main/report.md), {fewer}: "
-        f"{counted(short)}. [At a budget of 25 %](../recipes/aux_losses/budget_25/report.md), {sized(quarter)}: "
-        f"{counted(quarter)}. [Variants](../recipes/aux_losses/variants/report.md), {sized(variants)}: "
-        f"{counted(variants)}. [Pilots](../recipes/aux_losses/results/report.md), {pilot_size}: {counted(pilots)}. "
-        "Top-k loss in nats, mean ± standard error over seeds. A training step with the oracle takes "
-        f"{mlp[0]} of the time without it with the MLP gate, {jepa[0]} with the JEPA gate, and one with the JEPA gate "
-        f"{gate[0]} of one with the MLP gate ({mlp[1]}, {jepa[1]} and {gate[1]} at that paper's shape).",
+        (
+            f"{sized(study)} on the embedded base, last 3 of 6 FFNs routed at budget 0.5, "
+            f"{info['steps']:,} steps; dense loss {info['base']['dense_loss']:.3f}. Of the papers' "
+            f"claims (arXiv:2604.17228 and CGS) and open questions: {counted(study)}; each with "
+            "its interval in [the report](../recipes/aux_losses/long/report.md) and on [the page "
+            f"of claims](claims.md). [Fewer steps](../recipes/aux_losses/main/report.md), {fewer}: "
+            f"{counted(short)}. [At a budget of 25 %](../recipes/aux_losses/budget_25/report.md), "
+            f"{sized(quarter)}: {counted(quarter)}. "
+            f"[Variants](../recipes/aux_losses/variants/report.md), {sized(variants)}: "
+            f"{counted(variants)}. [Pilots](../recipes/aux_losses/results/report.md), "
+            f"{pilot_size}: {counted(pilots)}. Top-k loss in nats, mean ± standard error over "
+            f"seeds. A training step with the oracle takes {mlp[0]} of the time without it with "
+            f"the MLP gate, {jepa[0]} with the JEPA gate, and one with the JEPA gate {gate[0]} of "
+            f"one with the MLP gate ({mlp[1]}, {jepa[1]} and {gate[1]} at that paper's shape)."
+        ),
         "",
         *markdown_table(
             [

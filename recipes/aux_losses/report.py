@@ -1,4 +1,5 @@
-"""Write the report of the study: tables, figures, and a verdict on each of the papers' claims, on one page.
+"""Write the report of the study: tables, figures, and a verdict on each of the papers' claims,
+on one page.
 
     python recipes/aux_losses/report.py OUT --out recipes/aux_losses/results
 

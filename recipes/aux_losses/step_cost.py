@@ -1,9 +1,11 @@
-"""What the oracle and the JEPA gate cost in a training step: interleaved steps of all variants in one process.
+"""What the oracle and the JEPA gate cost in a training step:
+interleaved steps of all variants in one process.
 
     OMP_NUM_THREADS=1 python recipes/aux_losses/step_cost.py --out recipes/aux_losses/step_cost.json
 
-Two models: the study's base (d=256), and the shape of arXiv:2604.17228 (GPT-2, d=640, 12 layers; random weights, a
-vocabulary of 8,192). A round is one refresh interval: five steps, one of them with labels where there is an oracle.
+Two models: the study's base (d=256), and the shape of arXiv:2604.17228 (GPT-2, d=640, 12 layers;
+random weights, a vocabulary of 8,192). A round is one refresh interval: five steps, one of them
+with labels where there is an oracle.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "G1 distill": ("mlp", {"distill_weight": 1.0}),
 }
 RATIOS = [
-    ("G3", "G1"), ("G1 all_full", "G1"), ("G3 all_full", "G3"), ("G1 on_policy", "G1"), ("G3 on_policy", "G3"),
-    ("G1 CGS", "G1"), ("G1 distill", "G1"),
+    ("G3", "G1"), ("G1 all_full", "G1"), ("G3 all_full", "G3"), ("G1 on_policy", "G1"),
+    ("G3 on_policy", "G3"), ("G1 CGS", "G1"), ("G1 distill", "G1"),
 ]  # fmt: skip
 
 
@@ -59,7 +61,8 @@ def paper_shape() -> torch.nn.Module:
 
 
 def training_step(model: Any, arguments: RoutingArguments) -> Callable[[int, torch.Tensor], None]:
-    """A function that makes training step `n` on the token ids `[B, T]`: bf16 autocast, clipping, fused AdamW."""
+    """A function that makes training step `n` on the token ids `[B, T]`: bf16 autocast, clipping,
+    fused AdamW."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     objective = RoutingObjective(arguments, model)
@@ -108,7 +111,8 @@ def measure(
         pairs = sorted(a / b for a, b in zip(seconds[name], seconds[against]))
         quartiles = statistics.quantiles(pairs, n=4)
         ratios[f"{name} / {against}"] = {
-            "median": round(quartiles[1], 3), "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)]
+            "median": round(quartiles[1], 3),
+            "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)]
         }  # fmt: skip
     with torch.autocast("cpu", torch.bfloat16):
         refresh = {

@@ -1,13 +1,15 @@
-"""Choose the learning rate of either gate, and the weight of the budget loss, on text and a seed that nothing reports.
+"""Choose the learning rate of either gate, and the weight of the budget loss,
+on text and a seed that nothing reports.
 
     python recipes/aux_losses/tune.py --work WORK --out recipes/aux_losses/tuning.json
 
-The runs are those of `main.yaml`, shorter, on nine tenths of its training text; losses are of the last tenth. With all
-losses, each gate gets the learning rate with the lowest loss at the end, of rates that double until it rises. At these
-rates, without util and rank, the budget loss gets the lowest weight that holds the mean gate probability of either gate
-within 0.05 of the budget, or the highest weight that is tried. With this weight the same search follows for what the
-studies run at the gates' rates: neither util nor rank, and counterfactual supervision. What OUT holds is not run again;
-after a change of `main.yaml` name another OUT and another WORK.
+The runs are those of `main.yaml`, shorter, on nine tenths of its training text; losses are of the
+last tenth. With all losses, each gate gets the learning rate with the lowest loss at the end, of
+rates that double until it rises. At these rates, without util and rank, the budget loss gets the
+lowest weight that holds the mean gate probability of either gate within 0.05 of the budget, or the
+highest weight that is tried. With this weight the same search follows for what the studies run at
+the gates' rates: neither util nor rank, and counterfactual supervision. What OUT holds is not run
+again; after a change of `main.yaml` name another OUT and another WORK.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ Tried = dict[str, dict[str, float]]  # outcome by name of the config
 
 
 def study_of(work: Path, configs: dict[str, Any]) -> Path:
-    """A study file in WORK, like `main.yaml` but for steps, seed and text; of these configs, and of those before."""
+    """A study file in WORK, like `main.yaml` but for steps, seed and text; of these configs,
+    and of those before."""
     for name, config in configs.items():
         (work / f"{name}.yaml").write_text(yaml.safe_dump(config))
     study = yaml.safe_load((HERE / "main.yaml").read_text())
@@ -49,8 +52,9 @@ def study_of(work: Path, configs: dict[str, Any]) -> Path:
         "validation_blocks": 256,
     }
     study |= {
-        "name": "aux_losses_tuning", "base": str((HERE / study["base"]).resolve()), "steps": STEPS, "seeds": [SEED],
-        "eval_every": STEPS // 4, "thresholds": [], "configs": sorted(path.name for path in work.glob("*_*.yaml")),
+        "name": "aux_losses_tuning", "base": str((HERE / study["base"]).resolve()), "steps": STEPS,
+        "seeds": [SEED], "eval_every": STEPS // 4, "thresholds": [],
+        "configs": sorted(path.name for path in work.glob("*_*.yaml")),
     }  # fmt: skip
     study["training"] |= {
         "warmup_steps": STEPS // 20,
@@ -93,7 +97,8 @@ def outcome(study: StudyRuns, name: str) -> dict[str, float]:
 
 
 def best_rate(name: str, config: dict[str, Any], work: Path, known: Tried) -> float:
-    """The learning rate with which a config ends lowest, of `RATES` and on by doubling while the highest is best."""
+    """The learning rate with which a config ends lowest,
+    of `RATES` and on by doubling while the highest is best."""
     ladder = list(RATES)
     while True:
         named = {rate: f"{name}_{rate:g}" for rate in ladder}

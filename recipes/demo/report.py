@@ -1,4 +1,5 @@
-"""`report.md` of a run: what routing costs in loss and saves in time, from the run's own JSON results."""
+"""`report.md` of a run: what routing costs in loss and saves in time,
+from the run's own JSON results."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
 
     Args:
         folder: Exists.
-        results: `title` (str), `eval_fitted` and `eval` (of `hf-depthroute eval --out`, before and after training; the
-            latter also with rows of the rule `"static"`), `bench` and `bench_wide` (as of `hf-depthroute bench --out`),
-            `fit` and `training` (of `training.json`), and `samples` (a list of dicts with `label`, `text`).
+        results: `title` (str), `eval_fitted` and `eval` (of `hf-depthroute eval --out`, before and
+            after training; the latter also with rows of the rule `"static"`), `bench` and
+            `bench_wide` (as of `hf-depthroute bench --out`), `fit` and `training` (of
+            `training.json`), and `samples` (a list of dicts with `label`, `text`).
 
     Returns:
         The path of the report.
@@ -44,24 +46,34 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
         "",
         "## What routing costs, against what",
         "",
-        f"Loss over the dense base ({dense['loss']:.4f} nats) on held-out text. In brackets the share of the routed "
-        "layers' FFN calls that ran. Layers left out are the same for every token: of all subsets of that size the one "
-        "that costs least, with the same branches fitted in their place, which are not trained. Routed losses are "
-        "those of the causal rule; at 0.25 a router that was fitted for it, at the others the one fitted for 0.5.",
+        (
+            f"Loss over the dense base ({dense['loss']:.4f} nats) on held-out text. In brackets "
+            "the share of the routed layers' FFN calls that ran. Layers left out are the same for "
+            "every token: of all subsets of that size the one that costs least, with the same "
+            "branches fitted in their place, which are not trained. Routed losses are those of "
+            "the causal rule; at 0.25 a router that was fitted for it, at the others the one "
+            "fitted for 0.5."
+        ),
         "",
         *markdown_table(["budget", *LINES], cost_rows(results)),
         "",
-        f"Fitted without training in {results['fit']['seconds']:.0f} s on {fit['tokens'] + fit['held_out_tokens']:,} "
-        f"tokens; then {training['arguments']['steps']} steps of {training['arguments']['batch_size']} x "
-        f"{training['arguments']['length']} tokens in {training['seconds']:.0f} s, in which "
-        f"{training['trainable_parameters']:,} parameters train.",
+        (
+            f"Fitted without training in {results['fit']['seconds']:.0f} s on "
+            f"{fit['tokens'] + fit['held_out_tokens']:,} tokens; then "
+            f"{training['arguments']['steps']} steps of {training['arguments']['batch_size']} x "
+            f"{training['arguments']['length']} tokens in {training['seconds']:.0f} s, in which "
+            f"{training['trainable_parameters']:,} parameters train."
+        ),
         "",
         "![quality](quality.png)",
         "",
         "## What it saves",
         "",
-        "Times are medians of interleaved runs, as a fraction of the dense time; in brackets the share that ran full, "
-        "which in 48 steps of decode can be far from the budget. The last two columns are of random weights.",
+        (
+            "Times are medians of interleaved runs, as a fraction of the dense time; in brackets "
+            "the share that ran full, which in 48 steps of decode can be far from the budget. The "
+            "last two columns are of random weights."
+        ),
         "",
         *markdown_table(
             ["budget", *(f"{part}, {title}" for title in SIZES.values() for part in PARTS)],
@@ -70,13 +82,18 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
         "",
         "![speed](speed.png)",
         "",
-        "Loss over dense of prompts in the same time. That of layers left out is linear between their points, and its "
-        "time is modelled, not measured: each is taken to save its part of what leaving out all routed FFNs saves, and "
-        "its branch to cost nothing.",
+        (
+            "Loss over dense of prompts in the same time. That of layers left out is linear "
+            "between their points, and its time is modelled, not measured: each is taken to save "
+            "its part of what leaving out all routed FFNs saves, and its branch to cost nothing."
+        ),
         "",
         *markdown_table(["budget", "time / dense", *LINES], equal_time_rows(results)),
         "",
-        "`eta = (T_dense - T_routed) / (T_dense - T_ideal)`; 1 means that every skipped FLOP shows on the clock.",
+        (
+            "`eta = (T_dense - T_routed) / (T_dense - T_ideal)`; 1 means that every skipped FLOP "
+            "shows on the clock."
+        ),
         "",
         *markdown_table(
             ["model", "part", "budget", "time / dense", "FLOPs / dense", "eta"],
@@ -85,8 +102,8 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
         "",
         shown(
             f"Machine: {machine['device']}, {machine['threads']} threads, {setting['dtype']}, "
-            f"torch {machine['torch']}, transformers {machine['transformers']}. Prefill of {setting['batch']} x "
-            f"{setting['length']} tokens."
+            f"torch {machine['torch']}, transformers {machine['transformers']}. Prefill of "
+            f"{setting['batch']} x {setting['length']} tokens."
         ),
         "",
         "## Training",
@@ -129,7 +146,8 @@ def cost_rows(results: Mapping[str, Any]) -> list[list[str]]:
 
 
 def equal_time_rows(results: Mapping[str, Any]) -> list[list[str]]:
-    """Loss over dense by budget, beside that of the layers which could be left out in the time of its prefill."""
+    """Loss over dense by budget, beside that of the layers which could be left out in the
+    time of its prefill."""
     static, *routed = time_lines(results).values()
     taken, more = zip(*sorted(static))
     rows = []
@@ -159,7 +177,8 @@ def time_lines(results: Mapping[str, Any]) -> dict[str, list[tuple[float, float]
 
 
 def static_time(prefill: Mapping[str, Any], share: float) -> float:
-    """Time over dense where the FFNs of the other layers are left out: their part of what leaving out all saves."""
+    """Time over dense where the FFNs of the other layers are left out:
+    their part of what leaving out all saves."""
     return float(1 - (1 - share) * (1 - prefill["without_ffns"]))
 
 
@@ -200,7 +219,8 @@ def _speed_rows(results: Mapping[str, Any]) -> list[list[str]]:
 
 
 def plot_training(path: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
-    """Divergence from the dense base over steps, and the mean gate probability of each routed layer."""
+    """Divergence from the dense base over steps, and the mean gate probability of
+    each routed layer."""
     rows = [row for row in log_history if "loss_distill" in row]
     steps = [row["step"] for row in rows]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
@@ -227,7 +247,8 @@ def plot_training(path: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plot_quality(path: Path, results: Mapping[str, Any]) -> None:
-    """Loss over dense against the share of calls run, and against the time of prefill, for every way to skip."""
+    """Loss over dense against the share of calls run, and against the time of prefill,
+    for every way to skip."""
     dense = next(row["loss"] for row in results["eval"]["rows"] if row["rule"] == "dense")
     shares = {
         name: [(1.0, 0.0), *((row["full_ratio"], row["loss"] - dense) for row in rows)]
@@ -247,7 +268,8 @@ def plot_quality(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def plot_speed(path: Path, benches: Mapping[str, Mapping[str, Any]]) -> None:
-    """Measured time over dense time against budget, for prefill and decode, with the FLOP ratio; a panel for each."""
+    """Measured time over dense time against budget, for prefill and decode, with the FLOP ratio;
+    a panel for each."""
     figure, panels = plt.subplots(
         1, len(benches), figsize=(9, 3.6), sharey=True, layout="constrained"
     )

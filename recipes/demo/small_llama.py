@@ -2,11 +2,12 @@
 
     python recipes/demo/small_llama.py --out demo_output
 
-A router is fitted without training, for half and for a quarter of the FFN calls, compared with the best layers left out
-at as many FFN calls and in as much time, trained a little, and timed: on this base, and with random weights at the
-width of Qwen2.5-0.5B. Every step but the layers left out is one command of `hf-depthroute` or of a recipe, in a process
-of its own, so what is evaluated and generated with is always the adapter as loaded from disk. The folder gets the
-adapters, `results.json`, `report.html` with a token view, and `report.md` with plots.
+A router is fitted without training, for half and for a quarter of the FFN calls, compared with the
+best layers left out at as many FFN calls and in as much time, trained a little, and timed: on this
+base, and with random weights at the width of Qwen2.5-0.5B. Every step but the layers left out is
+one command of `hf-depthroute` or of a recipe, in a process of its own, so what is evaluated and
+generated with is always the adapter as loaded from disk. The folder gets the adapters,
+`results.json`, `report.html` with a token view, and `report.md` with plots.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def budgets_of(adapter: Path) -> dict[int, float]:
 
 
 def with_rows_of(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Results of `eval`, with the rows of routers in `other` in place of those of the same budgets."""
+    """Results of `eval`, with the rows of routers in `other` in place of those of
+    the same budgets."""
     rows = {row["budget"]: row for row in other["rows"] if row["rule"] == "threshold"}
     taken = [
         rows.get(row["budget"], row) if row["rule"] == "threshold" else row
@@ -99,7 +101,8 @@ def with_rows_of(results: dict[str, Any], other: dict[str, Any]) -> dict[str, An
 
 
 def layers_left_out(adapter: Path) -> list[dict[str, Any]]:
-    """Rows as of `eval`: the base with some FFNs left out for fitted branches, at the budgets of `budgets_of`.
+    """Rows as of `eval`: the base with some FFNs left out for fitted branches,
+    at the budgets of `budgets_of`.
 
     The layers are those that cost least of all subsets, which recipes/fit_router has tried.
     """
@@ -131,8 +134,8 @@ def layers_left_out(adapter: Path) -> list[dict[str, Any]]:
             flush=True,
         )
         rows.append({
-            "budget": budget, "rule": "static", "loss": loss, "perplexity": math.exp(loss), "full_ratio": budget,
-            "layers": layers,
+            "budget": budget, "rule": "static", "loss": loss, "perplexity": math.exp(loss),
+            "full_ratio": budget, "layers": layers,
         })  # fmt: skip
     return rows
 
@@ -140,7 +143,8 @@ def layers_left_out(adapter: Path) -> list[dict[str, Any]]:
 def wide_times(
     folder: Path, budgets: list[float], dtype: str, rounds: int = REPEATS
 ) -> dict[str, Any]:
-    """The times of random weights at the width of Qwen2.5-0.5B, in the form of `hf-depthroute bench --out`."""
+    """The times of random weights at the width of Qwen2.5-0.5B,
+    in the form of `hf-depthroute bench --out`."""
     from hf_depthroute.bench.measurements import as_single
 
     decode = {"case": "decode", "batch": 1, "steps": 48}
@@ -217,7 +221,8 @@ def main() -> None:
     print("\n# A router without training, and the best layers left out instead\n")
     fit(0.5, fitted)
     without_training = evaluated(fitted, budgets())
-    # Thresholds follow a budget, branches and gates do not: far from a half, a router of its own is worth its minute.
+    # Thresholds follow a budget, branches and gates do not: far from a half, a router of its own is
+    # worth its minute.
     quarter = args.out / "fitted_quarter"
     fit(0.25, quarter)
     if 0.25 in budgets_of(quarter).values():  # it routes as many layers as the other
@@ -241,8 +246,9 @@ def main() -> None:
     (args.out / "eval.json").write_text(json.dumps(after_training, indent=2) + "\n")
     print("\n# The clock\n")
     command(
-        "bench", trained, "--model", BASE, "--budgets", budgets(), "--dtype", dtype, "--batch", 4, "--length", 256,
-        "--decode-steps", 48, "--repeats", REPEATS, "--out", args.out / "bench.json",
+        "bench", trained, "--model", BASE, "--budgets", budgets(), "--dtype", dtype, "--batch", 4,
+        "--length", 256, "--decode-steps", 48, "--repeats", REPEATS, "--out",
+        args.out / "bench.json",
     )  # fmt: skip
     bench = json.loads((args.out / "bench.json").read_text())
     bench["prefill"]["without_ffns"] = without_ffns(trained, dtype)
@@ -266,9 +272,9 @@ def main() -> None:
     (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     write_report(args.out, results)
     command(
-        "report", trained, "--model", BASE, *TEXT, "--split", "validation", "--blocks", 32, "--prompt", PROMPT,
-        "--title", results["title"], "--eval", args.out / "eval.json", "--bench", args.out / "bench.json",
-        "--out", args.out,
+        "report", trained, "--model", BASE, *TEXT, "--split", "validation", "--blocks", 32,
+        "--prompt", PROMPT, "--title", results["title"], "--eval", args.out / "eval.json",
+        "--bench", args.out / "bench.json", "--out", args.out,
     )  # fmt: skip
     print(f"\nDone in {time.time() - start:.0f} s. Open {args.out / 'report.html'}")
 

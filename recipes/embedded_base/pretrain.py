@@ -3,15 +3,16 @@
     python recipes/embedded_base/pretrain.py --out recipes/embedded_base/model
     python recipes/embedded_base/pretrain.py --shape wide_base --out MODEL --work WORK
 
-`embedded_base` is what most studies use. Its text is the Python standard library's own sources on this machine
-(`hf_depthroute.data.text.stdlib_files`). One run takes about half an hour on two CPU cores. `wide_base` also reads the
-sources of the installed packages, and trains at a constant rate until it is stopped: stop it, and run the same command
-with `--finish`, which lets the rate fall to zero over a quarter as many steps again and writes the model. Without
-`--finish`, the same command trains on from where the rate was constant.
+`embedded_base` is what most studies use. Its text is the Python standard library's own sources on
+this machine (`hf_depthroute.data.text.stdlib_files`). One run takes about half an hour on two CPU
+cores. `wide_base` also reads the sources of the installed packages, and trains at a constant rate
+until it is stopped: stop it, and run the same command with `--finish`, which lets the rate fall to
+zero over a quarter as many steps again and writes the model. Without `--finish`, the same command
+trains on from where the rate was constant.
 
-WORK (OUT/work unless given) holds the tokens, a log of JSON lines and a checkpoint, written every few minutes and when
-the run is terminated. The same command goes on from there. Weights are stored in bfloat16 to stay small. `--card-only`
-writes the card again from the numbers of the last run.
+WORK (OUT/work unless given) holds the tokens, a log of JSON lines and a checkpoint, written every
+few minutes and when the run is terminated. The same command goes on from there. Weights are stored
+in bfloat16 to stay small. `--card-only` writes the card again from the numbers of the last run.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ LONGEST_FILE = 200_000  # bytes; longer files are mostly generated tables
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, its text and how it is trained. Without `steps`, the learning rate is constant until `--finish`."""
+    """A model, its text and how it is trained.
+
+    Without `steps`, the learning rate is constant until `--finish`.
+    """
 
     hidden: int
     ffn: int
@@ -85,9 +89,11 @@ def fingerprint(texts: list[str]) -> str:
 
 
 def package_texts(known: list[str], held_out: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The sources of the installed packages, each text once and none of `known`, and what licence each states.
+    """The sources of the installed packages, each text once and none of `known`,
+    and what licence each states.
 
-    Left out are this project and copies of held-out texts: files with more than half of the lines of one.
+    Left out are this project and copies of held-out texts: files with more than half of the lines
+    of one.
     """
     found_in, sizes = defaultdict(list), {}
     for index, text in enumerate(held_out):
@@ -163,7 +169,8 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 def prepare(
     shape: Shape, length: int, work: Path
 ) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
-    """The tokenizer, and a dict of the blocks of both splits and of what the text was; made once, then read."""
+    """The tokenizer, and a dict of the blocks of both splits and of what the text was;
+    made once, then read."""
     if not (work / "data.pt").exists():
         from datasets import Dataset
 
@@ -200,8 +207,8 @@ def write_tensors(path: Path, content: dict[str, Any]) -> None:
 def build(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=shape.hidden, intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=1024, tie_word_embeddings=True,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, max_position_embeddings=1024, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -273,7 +280,8 @@ def card(folder: Path) -> str:
 
 
 class Log:
-    """JSON lines in a file and on the screen; lines after `step`, which a killed run left, are removed."""
+    """JSON lines in a file and on the screen; lines after `step`, which a killed run left,
+    are removed."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
@@ -292,7 +300,10 @@ class Log:
 
 
 def load_state(args: argparse.Namespace) -> dict[str, Any]:
-    """The checkpoint to go on from; empty for a new run. An interrupted `--finish` goes on if it is of the newest."""
+    """The checkpoint to go on from; empty for a new run.
+
+    An interrupted `--finish` goes on if it is of the newest.
+    """
     places = [args.work / "checkpoint.pt", args.work / "finish.pt"]
     stable, finishing = (
         torch.load(place, map_location="cpu") if place.exists() else {} for place in places
@@ -349,8 +360,9 @@ def train(shape: Shape, args: argparse.Namespace) -> None:
 
     def save() -> None:
         content = {
-            "settings": settings, "step": step, "start": start, "seconds": seconds, "cursor": cursor, "order": order,
-            "random": torch.get_rng_state(), "model": model.state_dict(),
+            "settings": settings, "step": step, "start": start, "seconds": seconds,
+            "cursor": cursor, "order": order, "random": torch.get_rng_state(),
+            "model": model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         }  # fmt: skip
         write_tensors(args.work / ("finish.pt" if args.finish else "checkpoint.pt"), content)

@@ -22,8 +22,8 @@ def over_memory(runs: engram_report.Runs) -> str:
         return "" if len(runs[kind]) == len(memory) else f", {len(runs[kind])} seeds"
 
     return "; ".join(
-        f"{engram_report.KINDS[kind].removeprefix('memory, ')}{of_seeds(kind)} {over(kind, engram_report.loss)} (AUC "
-        f"{over(kind, engram_report.area)})"
+        f"{engram_report.KINDS[kind].removeprefix('memory, ')}{of_seeds(kind)} "
+        f"{over(kind, engram_report.loss)} (AUC {over(kind, engram_report.area)})"
         for kind in runs
         if kind != "memory"
     )
@@ -42,15 +42,16 @@ def study() -> Study:
             f"{steps:,} steps on {text}, {len(runs['memory'])} seeds: {found} (claims: {states})"
         )
     brief = (
-        "a Llama of width 128 and its memory from scratch; loss, and how well the gate tells where the memory helps "
-        f"(AUC), over the memory alone, ± standard errors. {'. '.join(told)}"
+        "a Llama of width 128 and its memory from scratch; loss, and how well the gate tells "
+        f"where the memory helps (AUC), over the memory alone, ± standard errors. {'. '.join(told)}"
     )
     command = "python recipes/engram/run.py --size packages --kinds memory cgs"
     section = [
-        '"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" '
-        "again, at the width of 128, in steps of 16 x 256 tokens of Python. Mean ± standard error (seeds); AUC is how "
-        "well `alpha` tells where the memory helps, by layer and their mean; hot tokens are the half whose slots are "
-        "looked up most often.",
+        '"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style '
+        'Conditional Memory" '
+        "again, at the width of 128, in steps of 16 x 256 tokens of Python. Mean ± standard error "
+        "(seeds); AUC is how well `alpha` tells where the memory helps, by layer and their mean; "
+        "hot tokens are the half whose slots are looked up most often.",
         "",
         *engram_report.by_text(engram_report.table),
         "",

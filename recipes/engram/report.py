@@ -29,8 +29,8 @@ from matplotlib import pyplot as plt
 
 HERE = Path(__file__).parent
 KINDS = {
-    "none": "no memory", "memory": "memory", "cgs": "memory, CGS", "equal": "memory, as much compute",
-    "weak": "memory, CGS with lambda 0.005",
+    "none": "no memory", "memory": "memory", "cgs": "memory, CGS",
+    "equal": "memory, as much compute", "weak": "memory, CGS with lambda 0.005",
     "smooth": "memory, CGS with means of 9 labels", "curriculum": "memory, CGS in the second half",
     "curriculum_slow": "memory, CGS in the second half, at the memory's rate",
 }  # fmt: skip
@@ -39,15 +39,17 @@ TEXTS = {  # what the trainings of a file read
     "results.json": "2.5 M tokens of Python, read several times by the longer trainings",
 }
 DIFFERENCES = (
-    "Means ± standard errors over seeds above. Differences within each seed, with the interval that holds with 95 % "
-    "for all rows of a table together, which decides, and that of the row alone."
+    "Means ± standard errors over seeds above. Differences within each seed, with the interval "
+    "that holds with 95 % for all rows of a table together, which decides, and that of the row "
+    "alone."
 )
 Runs = dict[str, dict[int, dict[str, Any]]]
 Measure = Callable[[dict[str, Any]], float]
 
 
 def by_steps(results: dict[str, Any]) -> dict[int, Runs]:
-    """`{steps: {kind: {seed: run}}}`, the longest trainings first; steps are those of the memory alone."""
+    """`{steps: {kind: {seed: run}}}`, the longest trainings first;
+    steps are those of the memory alone."""
     lengths: dict[int, Runs] = {}
     for kind in KINDS:
         for key, row in results.items():
@@ -67,7 +69,8 @@ def area(run: dict[str, Any]) -> float:
 
 
 def gap(run: dict[str, Any]) -> float:
-    """Loss of tokens with cold slots minus that of tokens with hot ones; below 0 is the publication's flip."""
+    """Loss of tokens with cold slots minus that of tokens with hot ones;
+    below 0 is the publication's flip."""
     return float(run["curve"][-1]["cold"] - run["curve"][-1]["hot"])
 
 
@@ -159,7 +162,8 @@ def seeds_of(runs: Runs, kind: str, other: str | None) -> list[int]:
 
 
 def claims(runs: Runs) -> list[Judged]:
-    """The publication's claims, and what it names as future work, as differences of runs of the same seed."""
+    """The publication's claims, and what it names as future work,
+    as differences of runs of the same seed."""
     asked = [claim for claim in CLAIMS if seeds_of(runs, *claim[2:4])]
     flipped = any(gap(run) < 0 for run in runs.get("memory", {}).values())
     rows = []
@@ -179,7 +183,8 @@ def claims(runs: Runs) -> list[Judged]:
 
 
 def past_lowest(runs: Runs) -> str:
-    """Whether the text is used up: how far the memory alone ends above the lowest loss of its curve."""
+    """Whether the text is used up: how far the memory alone ends above the lowest
+    loss of its curve."""
     rises = [
         loss(run) - min(point["loss"] for point in run["curve"]) for run in runs["memory"].values()
     ]
@@ -245,7 +250,8 @@ def gradient_table(found: dict[str, Any]) -> list[str]:
 
 
 def draw(lengths: dict[int, Runs], path: Path) -> None:
-    """By length, over the training: loss, that of hot tokens over that of cold ones, and the mean `alpha` of both."""
+    """By length, over the training: loss, that of hot tokens over that of cold ones,
+    and the mean `alpha` of both."""
     count = max(1, len(lengths))
     figure, rows = plt.subplots(
         count, 3, figsize=(13, 3.6 * count + 0.6), layout="constrained", squeeze=False
@@ -302,12 +308,18 @@ def page(results: dict[str, Any]) -> str:
         text = results["text"]
         sources = ", ".join(f"{name} {version}" for name, version in text["versions"].items())
         parts += [
-            f"{text['tokens']['train']:,} tokens to train on, {text['tokens']['report']:,} to report on; {sources}.",
+            (
+                f"{text['tokens']['train']:,} tokens to train on, {text['tokens']['report']:,} to "
+                f"report on; {sources}."
+            ),
             "",
         ]
     if "gradients" in results:
         found = results["gradients"]
-        labelled = f"medians over the labelled steps of the last half of {found['steps']} (seed {found['seed']})"
+        labelled = (
+            f"medians over the labelled steps of the last half of {found['steps']} (seed "
+            f"{found['seed']})"
+        )
         layer = "table and projections of the layer that is supervised"
         parts += [
             f"Norms of gradients in a training with CGS, {labelled}; {layer}:",
@@ -319,7 +331,10 @@ def page(results: dict[str, Any]) -> str:
         step = results["step"]
         ratio = f"{step['ratio']:.3f} ± {step['error']:.3f}"
         parts += [
-            f"A step of CGS takes {ratio} of a step without, in processor time ({step['rounds']} rounds).",
+            (
+                f"A step of CGS takes {ratio} of a step without, in processor time "
+                f"({step['rounds']} rounds)."
+            ),
             "",
         ]
     return "\n".join(parts)

@@ -1,20 +1,23 @@
-"""Counterfactual gate supervision on the memory that it was made for, from scratch at a size of minutes.
+"""Counterfactual gate supervision on the memory that it was made for,
+from scratch at a size of minutes.
 
     python recipes/engram/run.py --tune --seeds 5 --steps 1000 --rate 4e-3
     python recipes/engram/run.py --seeds 0 1 2
     python recipes/engram/run.py --gradients --steps 120
     python recipes/engram/report.py
 
-A Llama of 6 layers and width 128 trains from random weights on Python sources, with a memory in front of layers 1, 2
-and 3 that trains with it. `memory` has the language-model loss alone; `cgs` also supervises the gates by what the
-memory is worth, `weak` with a hundredth of the weight, `smooth` by the mean of that worth over 9 tokens, and
-`curriculum` and `curriculum_slow` from the middle of the training on; `equal` is `memory` for as many more steps as
-`cgs` takes longer, and `none` has no memory. The optimizer is that of the published study, its warm-up scaled with
-`--steps`; the learning rates of `none`, `memory` and `cgs` are those with the lowest loss on text of its own
-(`--tune`), with another seed, of the search nearest in steps, and `equal`, `weak` and `curriculum_slow` have that of
-`memory`, the rest that of `cgs`. What `results.json` holds is not measured again. `--gradients` measures how large the
-gradients of both losses are. `--size paper` is the published study, from the Hub, for a GPU, where it has not been run:
-332.9 M parameters (`--count`), rates that are published.
+A Llama of 6 layers and width 128 trains from random weights on Python sources, with a memory in
+front of layers 1, 2 and 3 that trains with it. `memory` has the language-model loss alone; `cgs`
+also supervises the gates by what the memory is worth, `weak` with a hundredth of the weight,
+`smooth` by the mean of that worth over 9 tokens, and `curriculum` and `curriculum_slow` from the
+middle of the training on; `equal` is `memory` for as many more steps as `cgs` takes longer, and
+`none` has no memory. The optimizer is that of the published study, its warm-up scaled with
+`--steps`; the learning rates of `none`, `memory` and `cgs` are those with the lowest loss on text
+of its own (`--tune`), with another seed, of the search nearest in steps, and `equal`, `weak` and
+`curriculum_slow` have that of `memory`, the rest that of `cgs`. What `results.json` holds is not
+measured again. `--gradients` measures how large the gradients of both losses are. `--size paper` is
+the published study, from the Hub, for a GPU, where it has not been run: 332.9 M parameters
+(`--count`), rates that are published.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ KINDS = ("none", "memory", "cgs", "equal", "weak", "smooth", "curriculum", "curr
 # lambda.
 SUPERVISED = {"cgs": 0.5, "weak": 0.005, "smooth": 0.5, "curriculum": 0.5, "curriculum_slow": 0.5}
 RATE_OF = {  # whose learning rate a kind has that has no search of its own
-    "equal": "memory", "weak": "memory", "curriculum_slow": "memory", "smooth": "cgs", "curriculum": "cgs",
+    "equal": "memory", "weak": "memory", "curriculum_slow": "memory", "smooth": "cgs",
+    "curriculum": "cgs",
 }  # fmt: skip
 BATCH = 16
 POINTS = 10  # of the curves
@@ -82,7 +86,8 @@ def python_sources() -> Texts:
 
 
 def package_sources() -> Texts:
-    """Rows of 256 tokens of the standard library and of `PACKAGES` without their tests: 2,000 steps read none twice.
+    """Rows of 256 tokens of the standard library and of `PACKAGES` without their tests:
+    2,000 steps read none twice.
 
     As in the standard library, a file is held out when the CRC of its path is divisible by 20.
     """
@@ -170,8 +175,9 @@ def tiny_llama() -> Any:
     """1.8 million parameters, memory apart."""
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=False,
+            vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=6,
+            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
+            tie_word_embeddings=False,
         )
     )  # fmt: skip
 
@@ -228,7 +234,8 @@ def smoothed_loss(inputs: losses.LossInputs) -> torch.Tensor | None:
 
 
 def heat(model: Any, train: torch.Tensor, report: torch.Tensor) -> torch.Tensor:
-    """How often the training text looks the slots of a token up, mean of the logarithms, `[rows, T]`; first memory."""
+    """How often the training text looks the slots of a token up, mean of the logarithms,
+    `[rows, T]`; first memory."""
     routing = next(module for module in model.modules() if isinstance(module, NgramMemory))
     order = model.peft_config["default"].ngram_order
     counts = torch.zeros(len(routing.table))
@@ -241,11 +248,13 @@ def heat(model: Any, train: torch.Tensor, report: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def measured(model: Any, report: torch.Tensor, hot: torch.Tensor | None) -> dict[str, Any]:
-    """Loss, and of a memory those of tokens with hot and cold slots with the mean `alpha` of each layer.
+    """Loss, and of a memory those of tokens with hot and cold slots with the mean
+    `alpha` of each layer.
 
     Args:
         report: Token ids `[rows, T]`.
-        hot: Which tokens are hot, bool of the same shape; the others are cold. None where there is no memory.
+        hot: Which tokens are hot, bool of the same shape; the others are cold. None where there is
+            no memory.
     """
     model.eval()
     found, alphas = [], []
@@ -334,9 +343,11 @@ def cgs_as(compute: Callable[[losses.LossInputs], torch.Tensor | None]) -> Itera
 
 
 def gradients(text: Texts, seed: int, steps: int, rate: float, size: Size) -> dict[str, Any]:
-    """Norms of the gradients of both losses, by part of the model, medians over the last half of the labelled steps.
+    """Norms of the gradients of both losses, by part of the model,
+    medians over the last half of the labelled steps.
 
-    The supervision is taken with a weight of 1; table and projections are those of the layer that it supervises.
+    The supervision is taken with a weight of 1; table and projections are those of the layer that
+    it supervises.
     """
     model = with_memory(size, seed)
     layers = stack_of(model).layers
@@ -388,12 +399,14 @@ def gradients(text: Texts, seed: int, steps: int, rate: float, size: Size) -> di
 def trainer_of(
     kind: str, model: Any, rows: torch.Tensor, seed: int, steps: int, rate: float
 ) -> transformers.Trainer:
-    """The published optimizer; a tenth of the steps passes before gates are supervised, with a curriculum a half."""
+    """The published optimizer; a tenth of the steps passes before gates are supervised,
+    with a curriculum a half."""
     common = {
-        "output_dir": tempfile.gettempdir(), "max_steps": steps, "learning_rate": rate, "seed": seed,
-        "per_device_train_batch_size": BATCH, "warmup_steps": steps // 20, "weight_decay": 0.1, "adam_beta2": 0.95,
-        "lr_scheduler_type": "cosine", "logging_steps": max(1, steps // POINTS), "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True, "bf16": torch.cuda.is_available(),
+        "output_dir": tempfile.gettempdir(), "max_steps": steps, "learning_rate": rate,
+        "seed": seed, "per_device_train_batch_size": BATCH, "warmup_steps": steps // 20,
+        "weight_decay": 0.1, "adam_beta2": 0.95, "lr_scheduler_type": "cosine",
+        "logging_steps": max(1, steps // POINTS), "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "bf16": torch.cuda.is_available(),
     }  # fmt: skip
     dataset = [{"input_ids": row, "labels": row} for row in rows]
     if kind == "none":
@@ -424,7 +437,10 @@ def step_ratio(text: Texts, size: Size, steps: int = 16, rounds: int = 5) -> dic
 
 
 class Results:
-    """What was measured, by key; each entry is written as soon as it is there. Processes may share a file."""
+    """What was measured, by key; each entry is written as soon as it is there.
+
+    Processes may share a file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -451,7 +467,8 @@ class Results:
             self.found = json.loads(self.path.read_text())
 
     def rate(self, kind: str, size: Size, steps: int) -> float:
-        """The learning rate of a kind: of the search for it, or for the kind it varies, that is nearest in steps."""
+        """The learning rate of a kind: of the search for it, or for the kind it varies,
+        that is nearest in steps."""
         tuned = RATE_OF.get(kind, kind)
         rows = [row for key, row in self.found.items() if key.startswith(f"tuning {tuned} ")]
         if not rows:
@@ -538,8 +555,8 @@ def main() -> None:
         )
         if run["rate"] != rate:
             raise SystemExit(
-                f"{results.path.name}: {key!r} was trained at {run['rate']:g}, the search says {rate:g}; "
-                "take it out to train it again"
+                f"{results.path.name}: {key!r} was trained at {run['rate']:g}, the search says "
+                f"{rate:g}; take it out to train it again"
             )
 
 

@@ -46,7 +46,8 @@ def slot_use(
 
     Args:
         model: A model whose active adapter has `target="memory"` or `branch="memory"`.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
+            `[B, T]`.
 
     Returns:
         `SlotUse` by layer index.
@@ -58,7 +59,8 @@ def slot_use(
     config = routings[0].active_config()
     if not config.has_memory:
         raise ValueError(
-            f"slot_use: target={config.target!r} has no table of slots, nor has branch={config.branch!r}"
+            f"slot_use: target={config.target!r} has no table of slots, nor has "
+            f"branch={config.branch!r}"
         )
     seen_GN = torch.empty(0, config.ngram_order, dtype=torch.int64)
     pending: list[torch.Tensor] = []

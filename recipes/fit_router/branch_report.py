@@ -1,4 +1,5 @@
-"""`branches.md`: skipped tokens look n-grams up, or get a low-rank map that multiplies as many weights.
+"""`branches.md`: skipped tokens look n-grams up, or get a low-rank map that multiplies
+as many weights.
 
 python recipes/fit_router/branch_report.py
 """
@@ -22,15 +23,16 @@ BASES = {"embedded": "embedded base", "stories260k": "stories260k"}
 SIDES = {"static": "best layers left out", "mlp": "fitted, MLP gates"}
 BRANCHES = {"rank": "rank + 64", "memory": "n-grams"}
 COMPARED = (
-    "The loss with n-grams minus that with the low-rank branch that multiplies as many weights (rank + 64), for the "
-    "same seed; the intervals hold with 95 % for all rows together:"
+    "The loss with n-grams minus that with the low-rank branch that multiplies as many weights "
+    "(rank + 64), for the same seed; the intervals hold with 95 % for all rows together:"
 )
 
 Pair = tuple[dict[str, Any], dict[str, Any]]
 
 
 def branch_pairs(found: dict[str, Any]) -> dict[tuple[int, str, int], list[Pair]]:
-    """`{(steps, side, layers' worth of calls skipped): [(with n-grams, with rank + 64)]}` of one base, by seed."""
+    """`{(steps, side, layers' worth of calls skipped): [(with n-grams, with rank + 64)]}` of
+    one base, by seed."""
     pairs: dict[tuple[int, str, int], list[Pair]] = {}
     for key, memory in found.items():
         kind, *rest = key.split()
@@ -77,7 +79,8 @@ def branch_table(results: dict[str, Any]) -> list[str]:
 
 
 def in_brief(results: dict[str, Any]) -> str:
-    """What n-grams change with trained routers, two layers' worth of calls skipped, of both bases."""
+    """What n-grams change with trained routers, two layers' worth of calls skipped,
+    of both bases."""
     said = []
     for base, title in BASES.items():
         pairs = branch_pairs(results[base])
@@ -103,10 +106,9 @@ def section(results: dict[str, Any], times: dict[str, Any]) -> list[str]:
     """Both tables, of `results.json` and `branch_time.json`, with what they say."""
     machine = times["machine"]
     timed = (
-        f"Time with two FFNs left out, over that with the default rank ({machine['device']}, {machine['threads']} "
-        f"threads, float32, medians of {times['rounds']} rounds ± standard errors); a prompt is 4 rows of 256 "
-        "tokens, decoding 32 steps "
-        "of one sequence:"
+        f"Time with two FFNs left out, over that with the default rank ({machine['device']}, "
+        f"{machine['threads']} threads, float32, medians of {times['rounds']} rounds ± standard "
+        "errors); a prompt is 4 rows of 256 tokens, decoding 32 steps of one sequence:"
     )
     return [COMPARED, "", *branch_table(results), "", timed, "", *branch_times(times)]
 

@@ -1,10 +1,12 @@
-"""What a prompt and a decoding step take with each branch: two FFNs left out, medians of interleaved rounds.
+"""What a prompt and a decoding step take with each branch: two FFNs left out,
+medians of interleaved rounds.
 
     python recipes/fit_router/branch_time.py
 
-The branches are those that `run.py` compares: the default rank, the rank that multiplies a token with as many weights
-as an n-gram table and its projection do beside the default one, and that table. Values do not matter to the time, so
-nothing is fitted. Ratios are to the default rank, each within its round.
+The branches are those that `run.py` compares: the default rank, the rank that multiplies a token
+with as many weights as an n-gram table and its projection do beside the default one, and that
+table. Values do not matter to the time, so nothing is fitted. Ratios are to the default rank, each
+within its round.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def decode(model: Any, ids: torch.Tensor) -> None:
 def ratios(
     models: dict[str, Any], work: Callable[[Any], None], rounds: int
 ) -> dict[str, dict[str, float | None]]:
-    """Milliseconds, and the ratio to the first of `KINDS` with its standard error, for each kind."""
+    """Milliseconds, and the ratio to the first of `KINDS` with its standard error,
+    for each kind."""
     order, found = random.Random(0), {}
     seconds: dict[str, list[float]] = {kind: [] for kind in models}
     for _ in range(rounds):

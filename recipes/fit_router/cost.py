@@ -2,8 +2,8 @@
 
     python recipes/fit_router/cost.py
 
-A forward pass of the whole text is timed before and after the fit, in the same process. Memory is the highest resident
-set of the process: after the first pass, and after the fit.
+A forward pass of the whole text is timed before and after the fit, in the same process. Memory is
+the highest resident set of the process: after the first pass, and after the fit.
 """
 
 from __future__ import annotations
@@ -76,13 +76,15 @@ def main() -> None:
         passes += [seconds_of_a_pass(routed, batches) for _ in range(2)]
     one = statistics.median(passes)
     print(
-        f"{fitting:.0f} s, {fitting / one:.1f} forward passes of {one:.1f} s; {(after - before) / 2**20:.0f} MiB more"
+        f"{fitting:.0f} s, {fitting / one:.1f} forward passes of {one:.1f} s; "
+        f"{(after - before) / 2**20:.0f} MiB more"
     )
     write_json(args.out, {
-        "shape": args.shape, "layers": len(stack_of(model).layers), "vocabulary": args.vocabulary, "gate": args.gate,
-        "dtype": args.dtype, "tokens": args.tokens, "machine": describe_machine(torch.device("cpu")),
-        "fit_seconds": fitting, "pass_seconds": passes,
-        "passes": fitting / one, "resident_bytes_before": before, "resident_bytes_after": after,
+        "shape": args.shape, "layers": len(stack_of(model).layers), "vocabulary": args.vocabulary,
+        "gate": args.gate, "dtype": args.dtype, "tokens": args.tokens,
+        "machine": describe_machine(torch.device("cpu")), "fit_seconds": fitting,
+        "pass_seconds": passes, "passes": fitting / one, "resident_bytes_before": before,
+        "resident_bytes_after": after,
     })  # fmt: skip
 
 

@@ -46,21 +46,27 @@ def study() -> Study:
             if kind == "static_memory" and row["seeds"] > 2
         ]
         after += (
-            f"; layers left out lose {' / '.join(tables)} less with a table of n-grams in their place"
+            f"; layers left out lose {' / '.join(tables)} less with a table of n-grams in their "
+            "place"
             if tables
             else ""
         )
         said.append(
-            f"{fit_report.TITLES[base]} {less(found, False)} less at {' / '.join(skipped)} skipped{after}"
+            f"{fit_report.TITLES[base]} {less(found, False)} less at {' / '.join(skipped)} "
+            f"skipped{after}"
         )
     said.append(branch_report.in_brief(results))
     intro = (
-        "`fit_router` beside the best of all subsets of FFNs to leave out, with the same branches fitted on the same "
-        "16,384 tokens. Loss over the dense base in nats, on text that neither side saw: mean ± standard error over "
-        'seeds (their number); "skipped" is the share of FFN calls really skipped, "less" how much is spared of what '
-        "leaving layers out loses at that share, linear between its points, as where one layer more is left out in a "
+        "`fit_router` beside the best of all subsets of FFNs to leave out, with the same branches "
+        "fitted on the same 16,384 tokens. Loss over the dense base in nats, on text that neither "
+        "side saw: mean ± standard error over "
+        'seeds (their number); "skipped" is the share of FFN calls really skipped, "less" how much '
+        "is spared of what "
+        "leaving layers out loses at that share, linear between its points, as where one layer "
+        "more is left out in a "
         'part of the texts; "p" how likely that is by '
-        "chance, by a t-test of the differences within each seed, times the number of comparisons on that base."
+        "chance, by a t-test of the differences within each seed, times the number of comparisons "
+        "on that base."
     )
     section = [intro, "", "Without training:", "", *fit_report.table(results)]
     if trained:
@@ -69,12 +75,14 @@ def study() -> Study:
     section += ["", *branch_report.section(results, read("fit_router/branch_time.json"))]
     phases = read("fit_router/phases.json")
     behind = (
-        f"Loss of the 64 tokens behind a prompt of {phases['prompt']}, {fit_report.TITLES[phases['base']]}, without "
-        "training, and time to the first token of 4 prompts of 1,020 tokens over the dense base's "
-        f"({phases['machine']['device']}, {phases['machine']['threads']} threads):"
+        f"Loss of the 64 tokens behind a prompt of {phases['prompt']}, "
+        f"{fit_report.TITLES[phases['base']]}, without training, and time to the first token of 4 "
+        f"prompts of 1,020 tokens over the dense base's ({phases['machine']['device']}, "
+        f"{phases['machine']['threads']} threads):"
     )
     section += ["", behind, "", *fit_report.phases_table(phases)]
     return Study(
         "Routing against leaving layers out", "fit_router", "python recipes/fit_router/run.py",
-        "what leaving out the best layers adds to the loss, against MLP gates: " + "; ".join(said), section,
+        "what leaving out the best layers adds to the loss, against MLP gates: " + "; ".join(said),
+        section,
     )  # fmt: skip

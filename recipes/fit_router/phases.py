@@ -1,10 +1,12 @@
-"""What a routed prompt costs the text after it: everything routed, or the prompt only (`phases="prefill"`).
+"""What a routed prompt costs the text after it: everything routed,
+or the prompt only (`phases="prefill"`).
 
     python recipes/fit_router/phases.py
 
-The wider embedded base with routers fitted without training. Of each row the first 192 tokens are the prompt; the loss
-is that of the 64 tokens behind it, which a prompt-only router leaves to the full model, on the cache that the routed
-prompt has written. The time to the first token is that of 4 prompts of 1,020 tokens, over that of the dense base.
+The wider embedded base with routers fitted without training. Of each row the first 192 tokens are
+the prompt; the loss is that of the 64 tokens behind it, which a prompt-only router leaves to the
+full model, on the cache that the routed prompt has written. The time to the first token is that of
+4 prompts of 1,020 tokens, over that of the dense base.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ ROUNDS = 15
 
 @torch.no_grad()
 def losses(model: Any, ids: torch.Tensor, prompt: str, rest: str) -> torch.Tensor:
-    """The mean loss of each row's continuation, nats; `prompt` and `rest` are `"all"`, `"prefill"` or `"full"`."""
+    """The mean loss of each row's continuation, nats; `prompt` and `rest` are `"all"`,
+    `"prefill"` or `"full"`."""
     from hf_depthroute import set_phases
     from hf_depthroute.base.lm_head import token_losses
     from hf_depthroute.routing.trace import full_depth
@@ -52,7 +55,8 @@ def losses(model: Any, ids: torch.Tensor, prompt: str, rest: str) -> torch.Tenso
 
 @torch.no_grad()
 def first_token(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Seconds until the next token of the prompts `ids` is known, routed or not, over the dense base's."""
+    """Seconds until the next token of the prompts `ids` is known, routed or not,
+    over the dense base's."""
     from hf_depthroute import set_phases
     from hf_depthroute.bench.timing import interleave, seconds_of
     from hf_depthroute.routing.trace import full_depth

@@ -25,11 +25,12 @@ from matplotlib import pyplot as plt
 HERE = Path(__file__).parent
 KINDS = {
     "static": "best layers left out", "affine": "fitted, affine gates", "mlp": "fitted, MLP gates",
-    "random": "random gates", "linear": "linear gates", "oracle": "MLP gates, oracle", "jepa": "JEPA gates",
-    "similarity": "MLP gates, similarity", "recoverability": "MLP gates, recoverability",
-    "annealed": "MLP gates, recoverability, annealed", "mlp_recoverability": "fitted, then recoverability",
-    "gumbel": "MLP gates, Gumbel noise", "controller": "MLP gates, controller",
-    "static_rank": "best layers left out, rank + 64",
+    "random": "random gates", "linear": "linear gates", "oracle": "MLP gates, oracle",
+    "jepa": "JEPA gates", "similarity": "MLP gates, similarity",
+    "recoverability": "MLP gates, recoverability",
+    "annealed": "MLP gates, recoverability, annealed",
+    "mlp_recoverability": "fitted, then recoverability", "gumbel": "MLP gates, Gumbel noise",
+    "controller": "MLP gates, controller", "static_rank": "best layers left out, rank + 64",
     "mlp_rank": "fitted, MLP gates, rank + 64", "static_memory": "best layers left out, n-grams",
     "mlp_memory": "fitted, MLP gates, n-grams",
 }  # fmt: skip
@@ -39,14 +40,21 @@ TITLES = {
 }  # fmt: skip
 
 TRAINED = "After training, in steps of 8 x 128 tokens:"
-ERRORS = "A number after ± is a standard error, of a mean over seeds (their number) or of a median over rounds."
-TUNED = "Where learning rates were chosen, two layers' worth of calls skipped, one seed, on the text to choose on:"
+ERRORS = (
+    "A number after ± is a standard error, of a mean over seeds (their number) or of a median over "
+    "rounds."
+)
+TUNED = (
+    "Where learning rates were chosen, two layers' worth of calls skipped, one seed, on the text "
+    "to choose on:"
+)
 
 
 def runs_of(
     found: dict[str, Any], trained: bool = False
 ) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
-    """`{(kind, layers' worth of calls skipped): {seed: run}}` of one base; after training, those with most steps."""
+    """`{(kind, layers' worth of calls skipped): {seed: run}}` of one base; after training,
+    those with most steps."""
     runs: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for key, row in found.items():
         kind, *rest = key.split()
@@ -110,9 +118,11 @@ def spared(
 
 
 def by_chance(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int], float]:
-    """How likely a difference to layers left out would be by chance, where three seeds or more have both.
+    """How likely a difference to layers left out would be by chance,
+    where three seeds or more have both.
 
-    A two-sided t-test of the differences within each seed, times the number of comparisons on this base (Bonferroni).
+    A two-sided t-test of the differences within each seed, times the number of comparisons on this
+    base (Bonferroni).
     """
     runs, chances = runs_of(found, trained), {}
     for (kind, count), seeds in runs.items():
@@ -191,7 +201,8 @@ def said(point: dict[str, float]) -> str:
 
 
 def phases_table(found: dict[str, Any]) -> list[str]:
-    """Loss of the text behind a prompt and the time to its first token: everything routed, and the prompt only."""
+    """Loss of the text behind a prompt and the time to its first token: everything routed,
+    and the prompt only."""
     lines = []
     for keep in sorted({row["keep"] for row in found["rows"]}):
         rows = [row for row in found["rows"] if row["keep"] == keep]
@@ -216,7 +227,8 @@ def phases_table(found: dict[str, Any]) -> list[str]:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Losses against the share skipped: a column for each base, without training above and trained below."""
+    """Losses against the share skipped: a column for each base,
+    without training above and trained below."""
     figure, axes = plt.subplots(2, len(results), figsize=(3.6 * len(results), 6.6), squeeze=False)
     there = {
         kind
@@ -275,11 +287,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def draw_time(found: dict[str, Any], time: Callable[[str, float], float], path: Path) -> None:
-    """Loss of one base without training against the share of calls run, and against the time of a prompt.
+    """Loss of one base without training against the share of calls run,
+    and against the time of a prompt.
 
     Args:
         found: The base's part of `results.json`.
-        time: From a row of `KINDS` and a share of the calls to the time of a prompt over the dense time.
+        time: From a row of `KINDS` and a share of the calls to the time of a prompt over the dense
+            time.
         path: Where the picture goes.
     """
     points = summary(found)

@@ -5,16 +5,18 @@
     python recipes/fit_router/run.py --seeds 0 1 2 3 4 --steps 200 --kinds static mlp
     python recipes/fit_router/report.py
 
-Four bases: the two embedded ones, `../shared/data/stories260k`, and a GPT-2 that `--folder` gets from a few minutes on
-Tiny-Shakespeare, on which nothing of the method was tuned. Both sides have the same branches, fitted on the same text
-by the same least squares. Static dropping gets the best of all subsets of layers, by the loss on text of its own;
-routers get one threshold from that text; the loss is that of a third text. With `--steps` the branches of both sides
-are trained from there, on 8 x 128 tokens a step, to the predictions of the dense base; the gates stay as they were
-fitted. The kinds of `LEARNED` are gates that start from random weights and the same branches, in all layers with one
-threshold, and train with them; `mlp_recoverability` starts from the fitted ones. `static_memory` and `mlp_memory` are
-`static` and `mlp` with `branch="memory"`, which also looks n-grams up; `static_rank` and `mlp_rank` have low-rank
-branches that multiply a token with as many weights as those. The learning rate of each kind is the one with the lowest
-loss on the text to choose on (`--tune`), with another seed. What `results.json` holds is not measured again, unless it
+Four bases: the two embedded ones, `../shared/data/stories260k`, and a GPT-2 that `--folder` gets
+from a few minutes on Tiny-Shakespeare, on which nothing of the method was tuned. Both sides have
+the same branches, fitted on the same text by the same least squares. Static dropping gets the best
+of all subsets of layers, by the loss on text of its own; routers get one threshold from that text;
+the loss is that of a third text. With `--steps` the branches of both sides are trained from there,
+on 8 x 128 tokens a step, to the predictions of the dense base; the gates stay as they were fitted.
+The kinds of `LEARNED` are gates that start from random weights and the same branches, in all layers
+with one threshold, and train with them; `mlp_recoverability` starts from the fitted ones.
+`static_memory` and `mlp_memory` are `static` and `mlp` with `branch="memory"`, which also looks
+n-grams up; `static_rank` and `mlp_rank` have low-rank branches that multiply a token with as many
+weights as those. The learning rate of each kind is the one with the lowest loss on the text to
+choose on (`--tune`), with another seed. What `results.json` holds is not measured again, unless it
 was trained at another rate or for other steps.
 """
 
@@ -40,7 +42,8 @@ EMBEDDED = HERE.parent / "embedded_base" / "model"
 WIDE = HERE.parent / "embedded_base" / "wide"
 BATCH = 8
 KINDS = ("static", "mlp", "affine")  # the best layers left out, and the gates that are fitted
-# The same with branches that also look n-grams up, and with ranks that multiply a token with as many weights as these.
+# The same with branches that also look n-grams up, and with ranks that multiply a token with as
+# many weights as these.
 OTHER_BRANCHES = ("static_memory", "mlp_memory", "static_rank", "mlp_rank")
 MEMORY = {
     "branch": "memory",
@@ -50,7 +53,8 @@ MEMORY = {
     "ngram_order": 2,
 }
 
-# Gates that are learned, from random weights: fields of the adapter, and losses beside the divergence from the base.
+# Gates that are learned, from random weights: fields of the adapter, and losses beside the
+# divergence from the base.
 _ORACLE = {
     "oracle": "all_full",
     "util_weight": 1.0,
@@ -128,7 +132,8 @@ def embedded() -> Base:
 
 
 def wide() -> Base:
-    """As it is stored, since half an hour of float32 is minutes of bfloat16 where processors have it."""
+    """As it is stored, since half an hour of float32 is minutes of bfloat16 where
+    processors have it."""
     return python_sources(WIDE, torch.bfloat16)
 
 
@@ -167,7 +172,8 @@ def shakespeare(data: Path, folder: Path) -> Base:
     text = Text(rows[:first], rows[first:second], rows[second : second + 256])
     if not (folder / "config.json").exists():
         pretrain(text.fit, folder)
-    # What trains in a base that drops out learns to make up for that, and is worse at inference than what was fitted.
+    # What trains in a base that drops out learns to make up for that, and is worse at inference
+    # than what was fitted.
     kept = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return Base(lambda: load(folder, **kept), text, (1, 2, 3), rows=128)
 
@@ -231,7 +237,8 @@ def left_out(base: Base, layers: tuple[int, ...], seed: int, kind: str = "static
 
 
 def best_subset(base: Base, count: int, kind: str = "static") -> dict[str, Any]:
-    """The layers whose absence costs least on the text to choose on: every subset is fitted and tried."""
+    """The layers whose absence costs least on the text to choose on:
+    every subset is fitted and tried."""
     depth = base.model().config.num_hidden_layers
     losses = {
         subset: float(row_losses(left_out(base, subset, 0, kind), base.text.choose).mean())
@@ -289,7 +296,8 @@ def learner(base: Base, kind: str, keep: float, seed: int) -> Any:
 
 
 def trained(model: Any, base: Base, seed: int, steps: int, rate: float, **losses: Any) -> None:
-    """Train to the predictions of the dense base, with the gates where they have `losses`; set thresholds anew."""
+    """Train to the predictions of the dense base, with the gates where they have `losses`;
+    set thresholds anew."""
     from hf_depthroute import DepthRouteTrainer, DepthRouteTrainingArguments, calibrate
     from hf_depthroute.inference.calibration import active_routings
 
@@ -298,8 +306,9 @@ def trained(model: Any, base: Base, seed: int, steps: int, rate: float, **losses
         output_dir=tempfile.gettempdir(), max_steps=steps, learning_rate=rate, warmup_steps=20, seed=seed,
         per_device_train_batch_size=8, logging_steps=50, save_strategy="no", report_to="none", use_cpu=True,
         disable_tqdm=True, **{
-            "train_gates": bool(losses), "lm_weight": 0.0, "distill_weight": 1.0, "util_weight": 0.0,
-            "rank_weight": 0.0, "jepa_weight": 0.0, "budget_weight": 0.0, "alive_weight": 0.0, **losses,
+            "train_gates": bool(losses), "lm_weight": 0.0, "distill_weight": 1.0,
+            "util_weight": 0.0, "rank_weight": 0.0, "jepa_weight": 0.0, "budget_weight": 0.0,
+            "alive_weight": 0.0, **losses,
         },
     )  # fmt: skip
     dataset = [{"input_ids": row, "labels": row} for row in rows]
@@ -310,7 +319,10 @@ def trained(model: Any, base: Base, seed: int, steps: int, rate: float, **losses
 
 
 class Results:
-    """What was measured, by base and key; each entry is written as soon as it is there. Processes may share a file."""
+    """What was measured, by base and key; each entry is written as soon as it is there.
+
+    Processes may share a file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -324,7 +336,8 @@ class Results:
         measure: Callable[[], dict[str, Any]],
         trained: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """What is known of `key`, measured where it is not, or was not trained with the values of `trained`."""
+        """What is known of `key`, measured where it is not,
+        or was not trained with the values of `trained`."""
         from hf_depthroute.files.locks import locked
         from hf_depthroute.files.staged import write_text
 
@@ -368,7 +381,8 @@ def tune(
     first_rate: float,
     results: Results,
 ) -> None:
-    """Two layers' worth of calls skipped, trained at rates that double, or halve, until the loss rises."""
+    """Two layers' worth of calls skipped, trained at rates that double, or halve,
+    until the loss rises."""
     dense = float(row_losses(base.model(), base.text.choose).mean())
     depth = base.model().config.num_hidden_layers
 
@@ -404,7 +418,8 @@ def tune(
 
 
 def known_pairs(base: Base) -> dict[str, Any]:
-    """The shares of the tokens, and of the pairs of tokens, to report on that the text to fit on holds (seed 0)."""
+    """The shares of the tokens, and of the pairs of tokens,
+    to report on that the text to fit on holds (seed 0)."""
     fit, report = (
         torch.cat([batch["input_ids"] for batch in base.text.drawn(base.rows, 0)]),
         base.text.report,
@@ -436,7 +451,8 @@ def study(
         return {"more": float(more.mean()), "error": float(more.std() / len(more) ** 0.5)}
 
     def and_trained(model: Any, kind: str, seed: int) -> dict[str, Any]:
-        """What is known of the model, and after training where that is asked for; shares of routers only."""
+        """What is known of the model, and after training where that is asked for;
+        shares of routers only."""
         found = measured(model)
         how = with_training(kind)
         if how is None:
@@ -463,7 +479,8 @@ def study(
         fit = record["fit"]
         shares = {index: round(layer["share"], 3) for index, layer in fit["layers"].items()}
         return {
-            "share": share_of_calls(model, base.text.report), "seconds": round(seconds), "shares": shares,
+            "share": share_of_calls(model, base.text.report), "seconds": round(seconds),
+            "shares": shares,
             "rounds": [loss - fit["loss_dense"] for loss in fit["loss_of_rounds"]],
         } | and_trained(model, kind, seed)  # fmt: skip
 

@@ -16,9 +16,10 @@ def study() -> Study:
         return tell_mean([seed[way]["loss"] - seed[other]["loss"] for seed in seeds], sign="+")
 
     brief = (
-        f"fine-tuned on another text, {len(seeds)} seeds: LoRA and routing of 3 of 6 layers at budget 0.5 jointly, "
-        f"over LoRA alone: {over('joint', 'lora')} nats (FFNs), {over('joint_router_tuning', 'lora')} (Router-Tuning, "
-        f"attention); over LoRA for half of the steps, then routing: {over('joint', 'two_step')} (FFNs)"
+        f"fine-tuned on another text, {len(seeds)} seeds: LoRA and routing of 3 of 6 layers at "
+        f"budget 0.5 jointly, over LoRA alone: {over('joint', 'lora')} nats (FFNs), "
+        f"{over('joint_router_tuning', 'lora')} (Router-Tuning, attention); over LoRA for half of "
+        f"the steps, then routing: {over('joint', 'two_step')} (FFNs)"
     )
     return Study(
         "LoRA and routing",

@@ -1,4 +1,5 @@
-"""Write the table of `results.md`; with `--out`, of what `run.py` left there, which becomes `results.json`.
+"""Write the table of `results.md`; with `--out`, of what `run.py` left there,
+which becomes `results.json`.
 
 python recipes/lora/report.py [--out OUT]
 """
@@ -55,8 +56,8 @@ def lines(results: dict[str, Any]) -> list[str]:
     ]
     setting = results["setting"]
     note = (
-        f"{setting['steps']} steps of {setting['batch']} x {setting['length']} tokens each; mean ± standard error of "
-        f"{len(seeds)} seeds. Training: processor time of one core."
+        f"{setting['steps']} steps of {setting['batch']} x {setting['length']} tokens each; mean ± "
+        f"standard error of {len(seeds)} seeds. Training: processor time of one core."
     )
     return [*markdown_table(head, rows), "", note, "", *claims_table(claims(results))]
 

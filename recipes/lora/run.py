@@ -1,12 +1,14 @@
-"""LoRA and routing on the embedded base, fine-tuned on another text: each alone, in two steps, and jointly.
+"""LoRA and routing on the embedded base, fine-tuned on another text: each alone, in two steps,
+and jointly.
 
     OMP_NUM_THREADS=1 python recipes/lora/run.py --out OUT
     python recipes/lora/report.py --out OUT
 
-The text is the language reference that Python's `help()` shows (`pydoc_data.topics`), which the base has not seen.
-Routers are of two kinds: FFNs with a low-rank branch (`routing`), and those of Router-Tuning (arXiv:2410.13184), a
-linear gate for the attention of whole sequences, nothing in its place (`router_tuning`). `OUT/results.json` holds the
-losses, `OUT/joint` and `OUT/two_step` the adapters of both kinds; seeds that it has are not run again.
+The text is the language reference that Python's `help()` shows (`pydoc_data.topics`), which the
+base has not seen. Routers are of two kinds: FFNs with a low-rank branch (`routing`), and those of
+Router-Tuning (arXiv:2410.13184), a linear gate for the attention of whole sequences, nothing in its
+place (`router_tuning`). `OUT/results.json` holds the losses, `OUT/joint` and `OUT/two_step` the
+adapters of both kinds; seeds that it has are not run again.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ BASE = str(Path(__file__).parents[1] / "embedded_base" / "model")
 LENGTH, BATCH, BUDGET = 128, 8, 0.5
 # Router-Tuning's, as in `../router_tuning`
 TUNED = {
-    "target": "attention", "granularity": "sequence", "layers": "before_last:3", "gate": "linear", "branch": "none",
-    "gate_input": "residual",
+    "target": "attention", "granularity": "sequence", "layers": "before_last:3", "gate": "linear",
+    "branch": "none", "gate_input": "residual",
 }  # fmt: skip
 CAPACITY = {"capacity_weight": 4.0, "budget_weight": 0.0, "alive_weight": 0.0}
 # Of everything else, and of the linear gate, as `../router_tuning` found.
@@ -58,7 +60,8 @@ LORA = {
 
 
 def read_blocks() -> tuple[torch.Tensor, torch.Tensor]:
-    """Training blocks and up to 128 validation blocks, `[N, 128]`; every tenth topic is for validation."""
+    """Training blocks and up to 128 validation blocks, `[N, 128]`;
+    every tenth topic is for validation."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
     split: dict[bool, list[int]] = {True: [], False: []}
     for place, (_, text) in enumerate(sorted(pydoc_data.topics.topics.items())):
@@ -92,9 +95,10 @@ def train(
 ) -> dict[str, Any]:
     """Train what is trainable; the trainable parameters and the processor time."""
     arguments = dict(
-        output_dir=str(out / "trainer"), use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
-        max_steps=steps, per_device_train_batch_size=BATCH, train_sampling_strategy="sequential", learning_rate=RATE,
-        warmup_steps=steps // 10, logging_strategy="no", seed=seed,
+        output_dir=str(out / "trainer"), use_cpu=True, report_to="none", save_strategy="no",
+        disable_tqdm=True, max_steps=steps, per_device_train_batch_size=BATCH,
+        train_sampling_strategy="sequential", learning_rate=RATE, warmup_steps=steps // 10,
+        logging_strategy="no", seed=seed,
     )  # fmt: skip
     data = OrderedBlocks(blocks, draw_order(len(blocks), steps * BATCH, seed))
     collate = transformers.default_data_collator
@@ -139,7 +143,8 @@ def optimizer(model: Any, weight_decay: float) -> torch.optim.Optimizer:
 
 
 def measure(model: Any, blocks: torch.Tensor, validation: torch.Tensor) -> dict[str, float]:
-    """Validation loss by the inference rule at the budget, the share run full, and the loss with nothing skipped."""
+    """Validation loss by the inference rule at the budget, the share run full,
+    and the loss with nothing skipped."""
     batches = to_batches(validation, 16, torch.device("cpu"))
     if "router" not in model.peft_config:
         return {"loss": round(mean_loss(model, batches), 4)}

@@ -36,7 +36,8 @@ class ExpertLoad:
 
     Attributes:
         assigned: `[E]`; sums to 1.
-        ran: `[E]`, the pairs that were computed; less than `assigned` where an adapter dropped pairs.
+        ran: `[E]`, the pairs that were computed; less than `assigned` where an adapter dropped
+            pairs.
     """
 
     assigned: torch.Tensor
@@ -44,7 +45,8 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> float:
-        """The most loaded expert's share over the even share, `E * max(assigned)`; 1 at perfect balance."""
+        """The most loaded expert's share over the even share, `E * max(assigned)`;
+        1 at perfect balance."""
         return float(len(self.assigned) * self.assigned.max())
 
 
@@ -52,11 +54,13 @@ class ExpertLoad:
 def expert_load(
     model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]
 ) -> dict[int, ExpertLoad]:
-    """How the tokens of `batches` spread over the experts, before and after an adapter's routing of experts.
+    """How the tokens of `batches` spread over the experts,
+    before and after an adapter's routing of experts.
 
     Args:
         model: A mixture-of-experts model, with or without an adapter. It runs in inference mode.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
+            `[B, T]`.
 
     Raises:
         ValueError: The model has no layer with experts.
@@ -93,11 +97,12 @@ def count_pairs(chosen: torch.Tensor, keep: torch.Tensor, experts: int) -> torch
 
 
 class BalanceBias(nn.Module):
-    """Loss-free balancing: a bias per expert, added to the router's probabilities for the choice only.
+    """Loss-free balancing: a bias per expert, added to the router's probabilities for
+    the choice only.
 
-    The weights of the chosen experts stay the unbiased probabilities, renormalised where the model does that, and no
-    gradient passes through the bias. `update`, after an optimizer step, moves every bias by a fixed step against the
-    sign of its expert's load error.
+    The weights of the chosen experts stay the unbiased probabilities, renormalised where the model
+    does that, and no gradient passes through the bias. `update`, after an optimizer step, moves
+    every bias by a fixed step against the sign of its expert's load error.
 
         bias = BalanceBias(model)
         with bias.applied():
@@ -114,7 +119,8 @@ class BalanceBias(nn.Module):
         step: How far one update moves a bias, in units of probability.
 
     Raises:
-        ValueError: The model has no layer with experts, or its routers have such a bias already (DeepSeek-V3).
+        ValueError: The model has no layer with experts, or its routers have such a bias already
+            (DeepSeek-V3).
     """
 
     def __init__(self, model: nn.Module, step: float = 0.001) -> None:
@@ -138,7 +144,8 @@ class BalanceBias(nn.Module):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model's routers choose with the bias inside the block; in training mode their load is counted."""
+        """The model's routers choose with the bias inside the block;
+        in training mode their load is counted."""
         with hooked_routers(*self._model, self._trace, self._choose):
             yield
 

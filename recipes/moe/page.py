@@ -12,13 +12,15 @@ from hf_depthroute.files.markdown import markdown_table
 
 
 def static_at_share(row: str) -> float:
-    """The loss of dropped experts at the share of pairs of a row of moe/results.md, as it is interpolated there."""
+    """The loss of dropped experts at the share of pairs of a row of moe/results.md,
+    as it is interpolated there."""
     lines = (RECIPES / "moe/results.md").read_text().splitlines()
     return float(next(line for line in lines if line.startswith(f"| {row} |")).split(" | ")[3])
 
 
 def study() -> Study:
-    """Routed experts against dropped ones: at half of the pairs in all, and at half in every layer."""
+    """Routed experts against dropped ones: at half of the pairs in all,
+    and at half in every layer."""
     result = read("moe/results.json")
     ratio = result["timing"]["ratio"]
 
@@ -32,7 +34,8 @@ def study() -> Study:
     rows = [
         [title, f"{mean(method, lambda run: run['share']):.2f}", f"{mean(method, lambda run: run['loss']):.3f}",
          f"{mean(method, lambda run: run['equal_layers']['loss']):.3f}", f"{ratio[f'{method}-b50-s0']:.2f}"]
-        for method, title in (("per_expert", "a router per expert"), ("per_layer", "a router per layer"))
+        for method,
+        title in (("per_expert", "a router per expert"), ("per_layer", "a router per layer"))
     ]  # fmt: skip
     ablated, weighted, static = (
         next(run for run in result["runs"] if (run["method"], run.get("dropped")) == case)
@@ -56,17 +59,21 @@ def study() -> Study:
     }
     steps = result["setting"]["routing"]["base"]["steps"]
     brief = (
-        f"half of the pairs of a base of {steps:,} steps, loss over the best static dropping at the same share: a "
-        f"router per expert {behind['per_expert']}, a router per layer {behind['per_layer']}; prefill takes "
-        f"{rows[0][4]} and {rows[1][4]} of the dense time ({result['timing']['machine']['device']}, 1 thread)"
+        f"half of the pairs of a base of {steps:,} steps, loss over the best static dropping at "
+        f"the same share: a router per expert {behind['per_expert']}, a router per layer "
+        f"{behind['per_layer']}; prefill takes {rows[0][4]} and {rows[1][4]} of the dense time "
+        f"({result['timing']['machine']['device']}, 1 thread)"
     )
     section = [
-        f"A tiny mixture of experts that the recipe pretrains for {steps:,} steps (dense loss "
-        f"{result['timing']['dense_loss']:.3f}), no cheap branches, budget 0.5. Over the best static dropping at the "
-        "same share of pairs, which may take experts from any layer, a router per expert ends "
-        f"{behind['per_expert']} nats, and a router per layer {behind['per_layer']}. Random routing and dropping of "
-        "each layer leave out half in every layer; beside them stands what the routers lose with the budget held in "
-        "every layer.",
+        (
+            f"A tiny mixture of experts that the recipe pretrains for {steps:,} steps (dense loss "
+            f"{result['timing']['dense_loss']:.3f}), no cheap branches, budget 0.5. Over the best "
+            "static dropping at the same share of pairs, which may take experts from any layer, a "
+            f"router per expert ends {behind['per_expert']} nats, and a router per layer "
+            f"{behind['per_layer']}. Random routing and dropping of each layer leave out half in "
+            "every layer; beside them stands what the routers lose with the budget held in every "
+            "layer."
+        ),
         "",
         *markdown_table(
             ["", "share of pairs run", "loss", "loss, half of every layer", "prefill time / dense"],

@@ -11,11 +11,13 @@ from hf_depthroute.files.staged import png_of, write_bytes
 
 
 def plot_expert_load(path: Path, loads: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
-    """Share of the (token, expert) pairs that goes to each expert, one panel per layer with experts.
+    """Share of the (token, expert) pairs that goes to each expert,
+    one panel per layer with experts.
 
     Args:
         path: The PNG file.
-        loads: What each bar is called, such as `"before"`, to shares of every expert by layer index.
+        loads: What each bar is called, such as `"before"`, to shares of every expert by layer
+            index.
     """
     layers = sorted(next(iter(loads.values())))
     figure, axes = plt.subplots(

@@ -1,12 +1,14 @@
 """Pretrain a tiny OLMoE with five ways of balancing its experts.
 
-    python recipes/moe/pretrain.py --work DIR [--steps 300] [--variants none switch ...] [--seeds 0 1 2]
+    python recipes/moe/pretrain.py --work DIR [--steps 300] [--variants none switch ...] [--seeds 0
+    1 2]
 
-One folder per variant, seed and number of steps under `DIR/bases`: the model, its bias if it has one, and
-`result.json`. One that has a `result.json` is left as it is. The text is the Python standard library's sources, the
-tokenizer that of the embedded base. Beside loss and load, `result.json` has the loss where every expert takes
-`capacity_factor * T K / E` pairs of a batch and the rest is dropped, and the cosine between the gradients of the task
-and of the balance loss in the routers.
+One folder per variant, seed and number of steps under `DIR/bases`: the model, its bias if it has
+one, and `result.json`. One that has a `result.json` is left as it is. The text is the Python
+standard library's sources, the tokenizer that of the embedded base. Beside loss and load,
+`result.json` has the loss where every expert takes `capacity_factor * T K / E` pairs of a batch and
+the rest is dropped, and the cosine between the gradients of the task and of the balance loss in the
+routers.
 """
 
 from __future__ import annotations
@@ -58,12 +60,14 @@ def blocks() -> Blocks:
 
 
 def build(seed: int) -> OlmoeForCausalLM:
-    """8 experts, 2 of them per token; 3.7 million parameters, 1.3 million of them used by a token."""
+    """8 experts, 2 of them per token; 3.7 million parameters,
+    1.3 million of them used by a token."""
     torch.manual_seed(seed)
     config = OlmoeConfig(
-        vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, num_experts=8, num_experts_per_tok=2, max_position_embeddings=512,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+        vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=4, num_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None, eos_token_id=0,
+        pad_token_id=1,
     )  # fmt: skip
     return OlmoeForCausalLM(config)
 
@@ -76,7 +80,8 @@ def loads(
 
 @contextmanager
 def limited(model: OlmoeForCausalLM, factor: float, counts: dict[str, int]) -> Iterator[None]:
-    """Every expert takes the first `factor * N K / E` pairs of a batch of `N` tokens; `counts` gets all and dropped."""
+    """Every expert takes the first `factor * N K / E` pairs of a batch of `N` tokens;
+    `counts` gets all and dropped."""
 
     def drop(layer: int, router: Any, args: Any, outputs: Any) -> tuple[torch.Tensor, ...]:
         logits_NE, weights_NK, chosen_NK = outputs
@@ -106,7 +111,8 @@ def capacity(
 
 
 def conflict(model: OlmoeForCausalLM, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Gradients in the routers: the cosine between that of the task and that of the balance loss, and their norms."""
+    """Gradients in the routers: the cosine between that of the task and that of the balance loss,
+    and their norms."""
     weights = [router.weight for router in routers(model).values()]
     with observe_routers(model) as trace:
         task = model(**batch, labels=batch["input_ids"], use_cache=False).loss
@@ -168,10 +174,11 @@ def pretrain(variant: str, seed: int, steps: int, data: Blocks, folder: Path) ->
                 print(f"{variant}, seed {seed}: step {step}, loss {lm.item():.3f}", flush=True)
         seconds = time.process_time() - start
         result: dict[str, Any] = {
-            "variant": variant, **given, "seed": seed, "steps": steps, "tokens": steps * BATCH * DATA["length"],
-            "seconds": round(seconds), "validation_loss": mean_loss(model, validation), "load_before": before,
-            "load_after": loads(model, validation), "capacity": capacity(model, validation), "conflict": conflicts,
-            "curve": curve,
+            "variant": variant, **given, "seed": seed, "steps": steps,
+            "tokens": steps * BATCH * DATA["length"], "seconds": round(seconds),
+            "validation_loss": mean_loss(model, validation), "load_before": before,
+            "load_after": loads(model, validation), "capacity": capacity(model, validation),
+            "conflict": conflicts, "curve": curve,
         }  # fmt: skip
     model.save_pretrained(folder)
     if bias is not None:

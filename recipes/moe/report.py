@@ -68,8 +68,9 @@ def collect(work: Path, known: dict[str, Any]) -> dict[str, Any]:
         known["timing"] = json.loads((work / "timing.json").read_text())
         base = json.loads((work / "bases" / BASE / "result.json").read_text())
         known["setting"]["routing"] = {
-            "base": {key: base[key] for key in ("variant", "seed", "steps")}, "steps": ROUTER_STEPS, "batch": BATCH,
-            "learning_rate": ROUTER_LEARNING_RATE, "capacity_weight": ROUTER_CAPACITY_WEIGHT, "seeds": len(SEEDS),
+            "base": {key: base[key] for key in ("variant", "seed", "steps")}, "steps": ROUTER_STEPS,
+            "batch": BATCH, "learning_rate": ROUTER_LEARNING_RATE,
+            "capacity_weight": ROUTER_CAPACITY_WEIGHT, "seeds": len(SEEDS),
         }  # fmt: skip
     return known
 
@@ -100,9 +101,11 @@ def balance_table(result: dict[str, Any]) -> list[str]:
     for steps, title, bases in alike(result):
         last = [base["curve"][-1] for base in bases]
         rows.append([
-            title, f"{steps:,}", str(len(bases)), tell_mean([base["validation_loss"] for base in bases]),
+            title, f"{steps:,}", str(len(bases)),
+            tell_mean([base["validation_loss"] for base in bases]),
             *(tell_mean([imbalance(base[when]) for base in bases], 2) for when in ("load_before", "load_after")),
-            tell_mean([one["balance"] for one in last]), tell_mean([one["router_z"] for one in last], 2),
+            tell_mean([one["balance"] for one in last]),
+            tell_mean([one["router_z"] for one in last], 2),
         ])  # fmt: skip
     head = [
         "variant",
@@ -192,28 +195,52 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         "## Balancing the experts in pretraining",
         "",
-        "Imbalance: the most loaded expert's share over the even share, mean over layers, on the validation text. The",
-        "balance loss and the z loss are those of the last training batch, whether they were trained on or not.",
+        (
+            "Imbalance: the most loaded expert's share over the even share, mean over layers, on "
+            "the validation text. The"
+        ),
+        (
+            "balance loss and the z loss are those of the last training batch, whether they were "
+            "trained on or not."
+        ),
         "",
         *balance_table(result),
         "",
-        "With a capacity, an expert takes the first `C T K / E` pairs of a batch of 16 x 128 tokens, and the rest is",
-        "dropped: share of pairs dropped, and what that adds to the loss. The cosine is that of the gradients of the",
-        "task and of the balance loss in the routers, at the end of training on one batch; then the ratio of their",
+        (
+            "With a capacity, an expert takes the first `C T K / E` pairs of a batch of 16 x 128 "
+            "tokens, and the rest is"
+        ),
+        (
+            "dropped: share of pairs dropped, and what that adds to the loss. The cosine is that "
+            "of the gradients of the"
+        ),
+        (
+            "task and of the balance loss in the routers, at the end of training on one batch; "
+            "then the ratio of their"
+        ),
         "norms.",
         "",
         *capacity_table(result),
         "",
         *claims_table(balance_claims(result)),
         "",
-        f"## Routing the experts of the base with {BASES[routed['variant']]}, {routed['steps']:,} steps",
+        (
+            f"## Routing the experts of the base with {BASES[routed['variant']]}, "
+            f"{routed['steps']:,} steps"
+        ),
         "",
-        f"Dense loss {timing['dense_loss']:.3f}. Mean ± standard error over seeds. Time: prefill of "
-        f"{timing['batch']} x {timing['length']} tokens over dense ({timing['dense_ms']:.0f} ms), seed 0.",
+        (
+            f"Dense loss {timing['dense_loss']:.3f}. Mean ± standard error over seeds. Time: "
+            f"prefill of {timing['batch']} x {timing['length']} tokens over dense "
+            f"({timing['dense_ms']:.0f} ms), seed 0."
+        ),
         "",
         *routing_table(result),
         "",
-        "The same routers with other thresholds: `p >= 1/2` in all layers, as they were trained; and the budget",
+        (
+            "The same routers with other thresholds: `p >= 1/2` in all layers, as they were "
+            "trained; and the budget"
+        ),
         "in every layer, as random routing and dropped experts have it.",
         "",
         *trained_table(result),

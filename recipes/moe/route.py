@@ -1,9 +1,11 @@
-"""Route the experts of the pretrained OLMoE: routers of either kind against dropped experts and random routing.
+"""Route the experts of the pretrained OLMoE: routers of either kind against dropped experts
+and random routing.
 
     python recipes/moe/route.py --work DIR
 
-`DIR/bases/BASE` comes from `pretrain.py`. Every run writes one JSON and its adapter under `DIR/runs`; a run that has
-a JSON is left as it is. Then all adapters are loaded into one model and timed, dense and routed runs in turn.
+`DIR/bases/BASE` comes from `pretrain.py`. Every run writes one JSON and its adapter under
+`DIR/runs`; a run that has a JSON is left as it is. Then all adapters are loaded into one model and
+timed, dense and routed runs in turn.
 """
 
 from __future__ import annotations
@@ -99,10 +101,11 @@ def by_ablation(
     ranking: Path,
     greedy: bool,
 ) -> list[list[int]]:
-    """The `count` experts of all layers whose loss on two batches rises least, each dropped alone or behind the others.
+    """The `count` experts of all layers whose loss on two batches rises least,
+    each dropped alone or behind the others.
 
-    The ranking, `[layer, expert]` from the least important on, is kept in the file `ranking`. A greedy one drops one
-    expert after another and measures the rest anew each time.
+    The ranking, `[layer, expert]` from the least important on, is kept in the file `ranking`. A
+    greedy one drops one expert after another and measures the rest anew each time.
     """
     layers, experts = range(model.config.num_hidden_layers), range(model.config.num_experts)
 
@@ -164,9 +167,10 @@ def configure(
 
 def training_arguments(spec: dict[str, Any], folder: Path) -> DepthRouteTrainingArguments:
     return DepthRouteTrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=LEARNING_RATE,
-        weight_decay=0.0, warmup_steps=5, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
-        logging_steps=20, seed=spec["seed"], capacity_weight=CAPACITY_WEIGHT, budget_weight=0.0, alive_weight=0.0,
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH,
+        learning_rate=LEARNING_RATE, weight_decay=0.0, warmup_steps=5, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=20, seed=spec["seed"],
+        capacity_weight=CAPACITY_WEIGHT, budget_weight=0.0, alive_weight=0.0,
     )  # fmt: skip
 
 
@@ -199,7 +203,8 @@ def equal_layers(
 
 
 def run(spec: dict[str, Any], base: Path, data: Blocks, folder: Path) -> None:
-    """One adapter: trained where it has something to train, calibrated to its budget, measured and saved."""
+    """One adapter: trained where it has something to train, calibrated to its budget,
+    measured and saved."""
     start = time.process_time()
     base_model = OlmoeForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     validation = to_batches(data.validation, BATCH, CPU)
@@ -225,16 +230,19 @@ def run(spec: dict[str, Any], base: Path, data: Blocks, folder: Path) -> None:
         result["equal_layers"] = equal_layers(model, calibration, validation)
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     print(
-        f"{name_of(spec)}: loss {result['loss']:.4f}, share {result['share']:.3f}, {result['cpu_seconds']} s",
+        f"{name_of(spec)}: loss {result['loss']:.4f}, share {result['share']:.3f}, "
+        f"{result['cpu_seconds']} s",
         flush=True,
     )
 
 
 @torch.no_grad()
 def bench(base: Path, runs: Path, data: Blocks) -> dict[str, Any]:
-    """Prefill time of seed 0's adapters over dense time: medians over rounds of each round's own ratio.
+    """Prefill time of seed 0's adapters over dense time:
+    medians over rounds of each round's own ratio.
 
-    What is dropped of all layers differs from `static` only in which experts those are, and is not timed.
+    What is dropped of all layers differs from `static` only in which experts those are, and is not
+    timed.
     """
     names = [
         name_of(spec)

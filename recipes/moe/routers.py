@@ -1,14 +1,17 @@
-"""The routers of a mixture-of-experts base: what they decide, and two losses that even the load of the experts.
+"""The routers of a mixture-of-experts base: what they decide,
+and two losses that even the load of the experts.
 
-These routers choose K of E experts for a token. Routing of an adapter with `target="experts"` comes after them and
-drops some of the chosen pairs. The losses:
+These routers choose K of E experts for a token. Routing of an adapter with `target="experts"` comes
+after them and drops some of the chosen pairs. The losses:
 
-* the balance loss: "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding"
-  (arXiv:2006.16668), "Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient Sparsity"
-  (arXiv:2101.03961);
-* the router z-loss: "ST-MoE: Designing Stable and Transferable Sparse Expert Models" (arXiv:2202.08906).
+* the balance loss: "GShard: Scaling Giant Models with Conditional Computation and Automatic
+  Sharding" (arXiv:2006.16668), "Switch Transformers: Scaling to Trillion Parameter Models with
+  Simple and Efficient Sparsity" (arXiv:2101.03961);
+* the router z-loss: "ST-MoE: Designing Stable and Transferable Sparse Expert Models"
+  (arXiv:2202.08906).
 
-`LOSSES.update(ROWS)` makes them rows of the training loss, `balance` and `router_z`; `loss_weights` turns them on.
+`LOSSES.update(ROWS)` makes them rows of the training loss, `balance` and `router_z`; `loss_weights`
+turns them on.
 
 Shapes: B batch, T positions, N = B * T tokens, E experts, K experts of a token.
 """
@@ -37,12 +40,15 @@ GROUP_BIAS = "e_score_correction_bias"
 
 
 class RouterTrace(dict[int, torch.Tensor]):
-    """Layer index -> logits `[N, E]` of the base model's router, with graph, of the last forward pass.
+    """Layer index -> logits `[N, E]` of the base model's router, with graph,
+    of the last forward pass.
 
     Attributes:
         chosen: Layer index -> the experts of each token, int64 `[N, K]`.
-        token_mask: Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask.
-        softmax: Whether the routers choose by the softmax of their logits, all experts at once. DeepSeek's do not.
+        token_mask: Bool `[B, T]`, true at real tokens; None when the model was called without a 2D
+            attention mask.
+        softmax: Whether the routers choose by the softmax of their logits, all experts at once.
+            DeepSeek's do not.
         with_graph: False when a reentrant checkpoint ran the routers without a graph.
     """
 
@@ -59,7 +65,8 @@ class RouterTrace(dict[int, torch.Tensor]):
         return real_rows(self[layer_index], self.token_mask)
 
     def passed_over(self) -> bool:
-        """Whether this forward pass, such as that of a reference, has no gradients, and the one that is kept has."""
+        """Whether this forward pass, such as that of a reference, has no gradients,
+        and the one that is kept has."""
         return bool(self) and self.with_graph and not torch.is_grad_enabled()
 
     def keep(self, layer_index: int, outputs: tuple[torch.Tensor, ...]) -> None:
@@ -70,7 +77,8 @@ class RouterTrace(dict[int, torch.Tensor]):
 
 
 def routers(model: nn.Module) -> dict[int, nn.Module]:
-    """The routers of a mixture-of-experts model by layer index; a router returns `(logits, weights, chosen)`.
+    """The routers of a mixture-of-experts model by layer index;
+    a router returns `(logits, weights, chosen)`.
 
     Raises:
         ValueError: The model has no layer with experts.
@@ -85,7 +93,8 @@ def routers(model: nn.Module) -> dict[int, nn.Module]:
 
 @contextmanager
 def observe_routers(model: nn.Module) -> Iterator[RouterTrace]:
-    """Keep what the base model's routers decide in the last forward pass inside the block; changes nothing.
+    """Keep what the base model's routers decide in the last forward pass inside the block;
+    changes nothing.
 
         with observe_routers(model) as routers:
             loss = model(**batch).loss
@@ -106,7 +115,8 @@ def observe_routers(model: nn.Module) -> Iterator[RouterTrace]:
 def hooked_routers(
     model: nn.Module, trace: RouterTrace, hook: Callable[..., Any]
 ) -> Iterator[None]:
-    """Call `hook(layer_index, router, args, outputs)` after every router, and keep the token mask of each call."""
+    """Call `hook(layer_index, router, args, outputs)` after every router,
+    and keep the token mask of each call."""
 
     def mask_keeper(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not trace.passed_over():
@@ -132,18 +142,22 @@ def real_rows(rows: torch.Tensor, token_mask_BT: torch.Tensor | None) -> torch.T
 
 
 def load_balance(trace: RouterTrace, dispatch: str = "top1") -> torch.Tensor:
-    """Switch Transformer, GShard: `E * sum_i f_i P_i`, mean over layers. 1 where `f` and `P` are uniform.
+    """Switch Transformer, GShard: `E * sum_i f_i P_i`, mean over layers.
 
-    `P` is the mean router probability of an expert. `f`, without gradient, is the share of tokens whose most probable
-    expert it is (`"top1"`, as in both papers), or the share of (token, expert) pairs that really go to it (`"topk"`;
-    the same for K = 1). Means run over real tokens, of all processes.
+    1 where `f` and `P` are uniform.
+
+    `P` is the mean router probability of an expert. `f`, without gradient, is the share of tokens
+    whose most probable expert it is (`"top1"`, as in both papers), or the share of (token, expert)
+    pairs that really go to it (`"topk"`; the same for K = 1). Means run over real tokens, of all
+    processes.
 
     Raises:
         ValueError: The routers do not choose by a softmax (DeepSeek-V3).
     """
     if not trace.softmax:
         raise ValueError(
-            "load_balance: the routers choose by a sigmoid and in groups; this loss is one of a softmax"
+            "load_balance: the routers choose by a sigmoid and in groups; this loss is one of a "
+            "softmax"
         )
     losses = []
     for index, logits_NE in trace.items():
@@ -174,8 +188,8 @@ def _graph(inputs: LossInputs) -> RouterTrace | None:
     trace: RouterTrace | None = inputs.observed.get(observe_routers)
     if trace is not None and not trace.with_graph:
         raise ValueError(
-            "the balance and router_z losses get no gradient through reentrant gradient checkpointing; "
-            "set gradient_checkpointing_kwargs={'use_reentrant': False}"
+            "the balance and router_z losses get no gradient through reentrant gradient "
+            "checkpointing; set gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
     return trace
 

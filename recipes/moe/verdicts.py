@@ -18,7 +18,8 @@ ORDERS = ("static", "weight", "ablation", "greedy")  # of dropped experts
 
 
 def dropped_at(result: dict[str, Any], method: str, share: float) -> float:
-    """The loss of dropping experts in one order at a share of pairs, on lines between numbers of experts."""
+    """The loss of dropping experts in one order at a share of pairs,
+    on lines between numbers of experts."""
     points = [(run["share"], run["loss"]) for run in result["runs"] if run["method"] == method]
     curve = sorted([(1.0, result["timing"]["dense_loss"]), *points], reverse=True)
     (high, above), (low, below) = next(
@@ -28,12 +29,14 @@ def dropped_at(result: dict[str, Any], method: str, share: float) -> float:
 
 
 def strongest_at(result: dict[str, Any], share: float) -> float:
-    """The loss of dropping experts at a share of pairs, in the best of all orders that were measured."""
+    """The loss of dropping experts at a share of pairs,
+    in the best of all orders that were measured."""
     return min(dropped_at(result, order, share) for order in ORDERS)
 
 
 def tuning_claims(result: dict[str, Any]) -> list[Judged]:
-    """Router-Tuning's claim about experts: a router per expert loses less than experts left out at the same share."""
+    """Router-Tuning's claim about experts: a router per expert loses less than experts left out
+    at the same share."""
     rivals: dict[str, Callable[[float], float]] = {
         "Expert Drop, those of all layers with the least routing weight": lambda share: dropped_at(
             result, "weight", share
@@ -81,7 +84,10 @@ def skipping_claims(result: dict[str, Any]) -> list[Judged]:
             )
             for run in runs
         ]
-        claim = f"{budget:.0%} of the pairs: routing lowers the load of the most loaded expert, as a share of all pairs"
+        claim = (
+            f"{budget:.0%} of the pairs: routing lowers the load of the most loaded expert, as a "
+            "share of all pairs"
+        )
         rows.append(
             judge(claim, "a picture" if budget == 0.75 else "", evened, "lower", len(budgets))
         )
@@ -121,7 +127,8 @@ def across(found: dict[str, float]) -> float:
 
 
 def balance_claims(result: dict[str, Any]) -> list[Judged]:
-    """What balancing does in pretraining, against no balancing with the same seed; the longest with several seeds."""
+    """What balancing does in pretraining, against no balancing with the same seed;
+    the longest with several seeds."""
     compared: list[tuple[str, str, str, str, Callable[[Base], float], str]] = [
         ("The balance loss (weight 0.01) evens the load: imbalance", "its purpose", "switch", "none", even, "lower"),
         ("A bias does, without a loss: imbalance", "its purpose", "bias", "none", even, "lower"),

@@ -14,17 +14,21 @@ def study() -> Study:
         name: f"{next(iter(row['times'].values()))['ratio']:.2f}" for name, row in systems.items()
     }
     brief = (
-        "time of a prompt of 1,024 tokens over dense, half of them skipping in 6 of 12 layers: blocks, "
-        f"{prompt['block']} (the MoD package {prompt['mod']}); attention, {prompt['attention']} (Router-Tuning's code "
-        f"{prompt['router-tuning, attention']}); every token leaving after 6 layers by transformers' early exit, "
-        f"{prompt['early exit']} ({machine['device']}, {machine['threads']} threads, random weights)"
-        "; of the routers, only ours both compute no skipped row and decode what they prefill"
+        "time of a prompt of 1,024 tokens over dense, half of them skipping in 6 of 12 layers: "
+        f"blocks, {prompt['block']} (the MoD package {prompt['mod']}); attention, "
+        f"{prompt['attention']} (Router-Tuning's code {prompt['router-tuning, attention']}); every "
+        f"token leaving after 6 layers by transformers' early exit, {prompt['early exit']} "
+        f"({machine['device']}, {machine['threads']} threads, random weights); of the routers, "
+        "only ours both compute no skipped row and decode what they prefill"
     )
     section = [
-        "A Llama with random weights, 12 layers at the width of Qwen2.5-0.5B, bfloat16; six layers are routed, half of "
-        "the tokens skip. Times are over the dense model of the same version of transformers, medians of "
-        f"{result['rounds']} rounds in turn; rows computed are those of the routed layers' queries and FFNs "
-        f"({machine['device']}, {machine['threads']} threads).",
+        (
+            "A Llama with random weights, 12 layers at the width of Qwen2.5-0.5B, bfloat16; six "
+            "layers are routed, half of the tokens skip. Times are over the dense model of the "
+            f"same version of transformers, medians of {result['rounds']} rounds in turn; rows "
+            f"computed are those of the routed layers' queries and FFNs ({machine['device']}, "
+            f"{machine['threads']} threads)."
+        ),
         "",
         *peers_report.table(systems),
     ]

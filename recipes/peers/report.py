@@ -19,10 +19,14 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 HERE = Path(__file__).parent
-ERRORS = "Times are over the dense model's; a number after ± is a standard error of a median over rounds."
+ERRORS = (
+    "Times are over the dense model's; a number after ± is a standard error of a median over "
+    "rounds."
+)
 LABELS = {
     "dense, 4.40": "dense, transformers 4.40", "mod": "MoD package, blocks",
-    "router-tuning, attention": "Router-Tuning's code, attention", "router-tuning, ffn": "Router-Tuning's code, FFNs",
+    "router-tuning, attention": "Router-Tuning's code, attention",
+    "router-tuning, ffn": "Router-Tuning's code, FFNs",
     "router-tuning, everything skipped": "Router-Tuning's code, attention, everything skipped",
     "dense": "dense, transformers 5", "early exit": "transformers' early exit after 6 of 12 layers",
     "block": "blocks, linear gate, no branch", "block, defaults": "blocks, MLP gate and branch",
@@ -33,7 +37,8 @@ LABELS = {
 
 
 def table(systems: Mapping[str, Any]) -> list[str]:
-    """A line for each system: rows computed, whether decode gives what prefill gives, times over its dense model's."""
+    """A line for each system: rows computed, whether decode gives what prefill gives,
+    times over its dense model's."""
     workloads = list(systems["dense"]["times"])
     lines = []
     for name, row in systems.items():

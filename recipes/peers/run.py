@@ -1,11 +1,13 @@
-"""Time this library beside its peers, in turn: each system is a process of its own that waits while another runs.
+"""Time this library beside its peers, in turn: each system is a process of its own that waits
+while another runs.
 
     bash recipes/peers/prepare.sh
     python recipes/peers/run.py
     python recipes/peers/report.py
 
-`prepare.sh` gets the peers' environment and code (no part of this project); `worker.py` says what the systems are. Each
-is compared with the dense model of its own version of transformers, in the same round.
+`prepare.sh` gets the peers' environment and code (no part of this project); `worker.py` says what
+the systems are. Each is compared with the dense model of its own version of transformers, in the
+same round.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ class Worker:
 
 
 def measure(workers: Mapping[str, Worker], rounds: int) -> dict[str, Any]:
-    """By system: what it computes, how far decode is from prefill, and its times over its dense model's."""
+    """By system: what it computes, how far decode is from prefill,
+    and its times over its dense model's."""
     found: dict[str, Any] = {
         name: {
             "own": name not in PEERS and name not in ("dense", "early exit"),

@@ -1,7 +1,10 @@
-"""One system in a process of its own: `run.py` asks by a line of JSON, the answer is one. Runs in either environment.
+"""One system in a process of its own: `run.py` asks by a line of JSON, the answer is one.
 
-Every system is the same Llama with random weights, 12 layers of the width of Qwen2.5-0.5B, in bfloat16 where time is
-asked for and in float32 where equality is. Six layers of it, 1, 3, ..., 11, are routed, and half of the tokens skip.
+Runs in either environment.
+
+Every system is the same Llama with random weights, 12 layers of the width of Qwen2.5-0.5B, in
+bfloat16 where time is asked for and in float32 where equality is. Six layers of it, 1, 3, ..., 11,
+are routed, and half of the tokens skip.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def mixture_of_depths(model: Any) -> Any:
 
 
 def router_tuning(model: Any, granularity: str, threshold: float = 0.5) -> Any:
-    """Router-Tuning's own code; its gates have no bias, so that random ones let half of the tokens run."""
+    """Router-Tuning's own code; its gates have no bias,
+    so that random ones let half of the tokens run."""
     spec = importlib.util.spec_from_file_location("model_patch", ROUTER_TUNING)
     assert spec is not None and spec.loader is not None
     code = importlib.util.module_from_spec(spec)
@@ -64,13 +68,15 @@ def router_tuning(model: Any, granularity: str, threshold: float = 0.5) -> Any:
 
 
 def early_exit(model: Any) -> Any:
-    """LayerSkip's draft, as `generate(assistant_early_exit=6)` of transformers runs it: no token goes further."""
+    """LayerSkip's draft, as `generate(assistant_early_exit=6)` of transformers runs it:
+    no token goes further."""
     model.config.num_hidden_layers = 6
     return model
 
 
 def routed(model: Any, **fields: Any) -> Any:
-    """This library, by default with gates like the peers'; thresholds are calibrated on the prompts that are timed."""
+    """This library, by default with gates like the peers';
+    thresholds are calibrated on the prompts that are timed."""
     from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model
 
     fields = {"gate": "linear", "branch": "none", "threshold": "budget"} | fields
@@ -135,7 +141,8 @@ def decode(model: Any, batch: int, length: int) -> dict[str, float]:
 
 
 def computed(model: Any, batch: int, length: int) -> dict[str, float]:
-    """The shares of the rows that enter the routed layers' attention (queries) and FFN in a prefill."""
+    """The shares of the rows that enter the routed layers' attention (queries) and
+    FFN in a prefill."""
     seen = {"attention": 0, "ffn": 0}
 
     def counting(part: str) -> Callable[[Any, Any], None]:
@@ -160,7 +167,8 @@ def computed(model: Any, batch: int, length: int) -> dict[str, float]:
 
 @torch.no_grad()
 def difference(model: Any, batch: int, length: int) -> dict[str, float]:
-    """How far the logits of a prefill are from those of its tokens one by one, over their spread."""
+    """How far the logits of a prefill are from those of its tokens one by one,
+    over their spread."""
     ids = tokens(batch, length)
     whole, cache, parts = model(input_ids=ids, use_cache=True).logits, None, []
     for step in ids.split(1, dim=1):

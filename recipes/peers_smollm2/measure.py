@@ -1,7 +1,8 @@
-"""What is measured of a system beside its loss: calls, FLOPs, and whether an answer depends on how it is asked for.
+"""What is measured of a system beside its loss: calls, FLOPs,
+and whether an answer depends on how it is asked for.
 
-Everything goes through the system's own `generate` and its own pass. A step is a call of the base's embedding, seen by
-a hook; the logits of a step are what the base's head gave last in it.
+Everything goes through the system's own `generate` and its own pass. A step is a call of the base's
+embedding, seen by a hook; the logits of a step are what the base's head gave last in it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def ffn_rows(system: System) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def calls(system: System, ids: torch.Tensor, depth: int) -> dict[str, float]:
-    """The share of FFN calls that a pass over `ids` makes, and that a decoded token makes; FLOPs of the pass."""
+    """The share of FFN calls that a pass over `ids` makes, and that a decoded token makes;
+    FLOPs of the pass."""
     with ffn_rows(system) as seen, FlopCounterMode(display=False) as counter:
         system.logits(ids)
     found = {"pass": sum(seen) / (ids.numel() * depth), "flops": float(counter.get_total_flops())}
@@ -82,7 +84,8 @@ def calls(system: System, ids: torch.Tensor, depth: int) -> dict[str, float]:
 
 @torch.no_grad()
 def agreement(system: System, ids: torch.Tensor) -> dict[str, Any]:
-    """Whether the tokens that are decoded are those of one pass over them, and how far logits are apart.
+    """Whether the tokens that are decoded are those of one pass over them,
+    and how far logits are apart.
 
     Logits are compared where each step gave a token, and are in units of the model's own.
     """
@@ -106,7 +109,8 @@ def agreement(system: System, ids: torch.Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def same_answers(system: System, ids: torch.Tensor, padding: int) -> dict[str, Any]:
-    """How many rows answer otherwise in a batch than alone, the last two behind `padding` tokens of padding."""
+    """How many rows answer otherwise in a batch than alone,
+    the last two behind `padding` tokens of padding."""
     rows = list(ids[:ROWS, :LENGTH])
     if padding:
         rows = [row[padding:] if number >= ROWS - 2 else row for number, row in enumerate(rows)]

@@ -56,7 +56,8 @@ def times(folder: Path = FOLDER / "results") -> dict[str, Any]:
 
 
 def loss_of(row: dict[str, Any]) -> tuple[float, float] | None:
-    """The mean of the texts, nats over dense, and its standard error; none where it could not be measured."""
+    """The mean of the texts, nats over dense, and its standard error;
+    none where it could not be measured."""
     texts = row.get("loss", {}).get("texts")
     if not texts:
         return None
@@ -132,12 +133,16 @@ def section() -> list[str]:
     found, timed = results(), times()
     ran = [name for name, row in found.items() if name != "dense" and "fails" not in row]
     written = [
-        "SmolLM2-135M-Instruct, float32; nats over dense, the mean of five kinds of text, rows of 256 tokens (for "
-        "prompts only: the text behind prompts of 384). FFN calls and FLOPs are counted. *decode ≠ pass*: of 32 "
-        "decoded tokens, how many a pass over the same text would choose otherwise, and the greatest difference of "
-        "logits. *Batch* and *padding*: of four rows, how many answer otherwise than alone. One seed, four rows of "
-        "each text; ± over rows. The loss of prompts only is not to be compared with the others', which route or "
-        "leave out for every token: what ShortGPT and POP cost prompts alone is under *A real model*.",
+        (
+            "SmolLM2-135M-Instruct, float32; nats over dense, the mean of five kinds of text, rows "
+            "of 256 tokens (for prompts only: the text behind prompts of 384). FFN calls and FLOPs "
+            "are counted. *decode ≠ pass*: of 32 decoded tokens, how many a pass over the same "
+            "text would choose otherwise, and the greatest difference of logits. *Batch* and "
+            "*padding*: of four rows, how many answer otherwise than alone. One seed, four rows of "
+            "each text; ± over rows. The loss of prompts only is not to be compared with the "
+            "others', which route or leave out for every token: what ShortGPT and POP cost prompts "
+            "alone is under *A real model*."
+        ),
         "",
         *table(found, timed, [name for name in ran if name not in STACKED]),
     ]
@@ -165,7 +170,8 @@ def section() -> list[str]:
 
 
 def brief() -> str:
-    """Loss and time of a prompt of those that take about the same FLOPs; prompts alone are another setting."""
+    """Loss and time of a prompt of those that take about the same FLOPs;
+    prompts alone are another setting."""
     found, ratios = results(), times().get("over_dense", {})
 
     def told(name: str) -> str:
@@ -178,14 +184,15 @@ def brief() -> str:
 
     every = [told(name) for name in ("routed", "economize-sleb", "economize-shortgpt", "exit")]
     return (
-        "SmolLM2-135M-Instruct, nats over dense, and the time of a prompt of 1,024 over dense. Every token: "
-        f"{', '.join(filter(None, every))}; another setting, the text behind prompts that alone are routed: "
-        f"{told('prompts')}. Four rows of each of five texts, one seed"
+        "SmolLM2-135M-Instruct, nats over dense, and the time of a prompt of 1,024 over dense. "
+        f"Every token: {', '.join(filter(None, every))}; another setting, the text behind prompts "
+        f"that alone are routed: {told('prompts')}. Four rows of each of five texts, one seed"
     )
 
 
 def draw(path: Path) -> None:
-    """Quality against the measured time of a prompt and of a token; against FLOPs where nothing is timed."""
+    """Quality against the measured time of a prompt and of a token;
+    against FLOPs where nothing is timed."""
     import matplotlib
 
     matplotlib.use("agg")

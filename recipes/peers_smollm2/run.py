@@ -1,13 +1,14 @@
-"""Other packages and this library on one real model: loss, calls, FLOPs, how answers hold, and time.
+"""Other packages and this library on one real model: loss, calls, FLOPs,
+how answers hold, and time.
 
-    pip install --no-deps economize==0.3.2 tide-inference==0.2.1 mixture-of-depth==1.2.0 torchao==0.18.0
-    python recipes/peers_smollm2/run.py --model HuggingFaceTB/SmolLM2-135M-Instruct
+    pip install --no-deps economize==0.3.2 tide-inference==0.2.1 mixture-of-depth==1.2.0
+    torchao==0.18.0 python recipes/peers_smollm2/run.py --model HuggingFaceTB/SmolLM2-135M-Instruct
     python recipes/peers_smollm2/run.py --model HuggingFaceTB/SmolLM2-135M-Instruct --times
 
-Each system of `systems.py` writes a file of its own into `--out` as it ends, and keeps what it trained or chose in
-`--work`; a second run measures what is missing. A system whose package is not installed is left out with a line that
-says so. `--times` is a step of its own, for a machine that does nothing else: the systems that have a result, in one
-process, in turn.
+Each system of `systems.py` writes a file of its own into `--out` as it ends, and keeps what it
+trained or chose in `--work`; a second run measures what is missing. A system whose package is not
+installed is left out with a line that says so. `--times` is a step of its own, for a machine that
+does nothing else: the systems that have a result, in one process, in turn.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def measured(name: str, setup: Setup, dense: Dense) -> dict[str, Any]:
 
 
 def times(setup: Setup, texts: Texts, names: list[str], minutes: float) -> dict[str, Any]:
-    """Medians over interleaved rounds, as many as `minutes` allow: a prompt, a token, a token of each of 8 rows."""
+    """Medians over interleaved rounds, as many as `minutes` allow: a prompt, a token,
+    a token of each of 8 rows."""
     ended = time.perf_counter() + minutes * 60
     systems: dict[str, System] = {}
     for name in names:
@@ -140,7 +142,8 @@ def times(setup: Setup, texts: Texts, names: list[str], minutes: float) -> dict[
             systems[name] = made
     text = torch.cat([rows.flatten() for rows in texts.report["all"].values()])
     asked = {
-        "prompt": (text[:1024][None], 1), "one": (text[:64][None], 9), "eight": (text[: 8 * 64].view(8, 64), 9),
+        "prompt": (text[:1024][None], 1), "one": (text[:64][None], 9),
+        "eight": (text[: 8 * 64].view(8, 64), 9),
     }  # fmt: skip
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in systems}
     for system in systems.values():  # warms up

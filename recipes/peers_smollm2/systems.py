@@ -1,7 +1,9 @@
-"""The systems that are compared: each has one pass over rows of tokens and greedy generation, used as documented.
+"""The systems that are compared: each has one pass over rows of tokens and greedy generation,
+used as documented.
 
-A system that needs a package says which; the package is imported only when the system is made. Every system takes about
-the share of FLOPs that leaving out a fifth of the blocks takes, except those that choose their share themselves.
+A system that needs a package says which; the package is imported only when the system is made.
+Every system takes about the share of FLOPs that leaving out a fifth of the blocks takes, except
+those that choose their share themselves.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ STEPS = 64  # of training, one row each
 class System:
     """One model with something done to it.
 
-    `base` is the transformers model inside, where rows and steps are counted. `logits` takes `[B, T]` to `[B, T, V]`.
-    `generate` takes ids and mask `[B, T]` and the number of new tokens to `[B, T + new]`. `trained` says on what.
+    `base` is the transformers model inside, where rows and steps are counted. `logits` takes
+    `[B, T]` to `[B, T, V]`. `generate` takes ids and mask `[B, T]` and the number of new tokens to
+    `[B, T + new]`. `trained` says on what.
     """
 
     base: Any
@@ -40,8 +43,8 @@ class System:
 class Setup:
     """What a system is made from.
 
-    `load` gives a fresh base of `depth` blocks. `rows` `[N, T]` are fitted or trained on, `prompts` the same text for
-    a router of prompts. What was found is kept in `work`.
+    `load` gives a fresh base of `depth` blocks. `rows` `[N, T]` are fitted or trained on, `prompts`
+    the same text for a router of prompts. What was found is kept in `work`.
     """
 
     load: Callable[[], Any]
@@ -81,7 +84,8 @@ def fitted(
     base: Any = None,
     **given: Any,
 ) -> System:
-    """This library: the adapter `work/name`, fitted first where it is not there, on `base` or on a fresh one."""
+    """This library: the adapter `work/name`, fitted first where it is not there,
+    on `base` or on a fresh one."""
     from peft import PeftModel
 
     from hf_depthroute import DepthRouteConfig, fit_router
@@ -103,7 +107,8 @@ def routed_all(setup: Setup, base: Any = None) -> System:
 
 
 def routed_prompts(setup: Setup) -> System:
-    """As `smollm2/run.py` fits it: a share of the time of a prompt of 1,024, the last 64 tokens in full."""
+    """As `smollm2/run.py` fits it: a share of the time of a prompt of 1,024,
+    the last 64 tokens in full."""
     from smollm2.run import BEHIND, ROWS, TAIL
 
     fields = {"phases": "prefill", "prompt_tail": TAIL}
@@ -119,7 +124,8 @@ def routed_prompts(setup: Setup) -> System:
 
 
 def short_gpt(setup: Setup) -> System:
-    """The least influential blocks left out for every token, keys and values written, as this library can."""
+    """The least influential blocks left out for every token, keys and values written,
+    as this library can."""
     from smollm2.run import batches, block_influence
 
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model
@@ -147,7 +153,8 @@ def early_exit_draft(setup: Setup) -> System:
 
 
 def in_economize(model: Any, trained: str = "") -> System:
-    """A pass of economize outside decoding: a policy of depth decides in it as in decoding, by its documentation."""
+    """A pass of economize outside decoding: a policy of depth decides in it as in decoding,
+    by its documentation."""
     depth = next((part for part in model.techniques.values() if hasattr(part, "make_policy")), None)
 
     def routed_pass(ids: torch.Tensor) -> torch.Tensor:
@@ -223,7 +230,8 @@ def layer_skip(setup: Setup) -> System:
 
 
 def trained_depth(setup: Setup, name: str, config: Any, objective: Any) -> System:
-    """A technique of economize with parameters of its own, after `STEPS` steps of one row by its own `fit`."""
+    """A technique of economize with parameters of its own,
+    after `STEPS` steps of one row by its own `fit`."""
     import economize as package
     from economize.train import fit
 
@@ -245,14 +253,16 @@ def trained_depth(setup: Setup, name: str, config: Any, objective: Any) -> Syste
 
 
 def mod(setup: Setup) -> System:
-    """Every second layer, as its default; its capacity leaves a fifth of all calls of blocks out."""
+    """Every second layer, as its default; its capacity leaves a fifth of all
+    calls of blocks out."""
     from economize.techniques.dynamic_depth import MoDConfig
 
     return trained_depth(setup, "mod", MoDConfig(capacity=0.6), "mod")
 
 
 def gateskip(setup: Setup) -> System:
-    """All layers, as its default, by the rule that holds a share; trained down to the same share."""
+    """All layers, as its default, by the rule that holds a share;
+    trained down to the same share."""
     from economize.techniques.dynamic_depth import GateSkipConfig, GateSkipObjective
 
     config = GateSkipConfig(rule="budget", budget=0.8)
@@ -260,8 +270,9 @@ def gateskip(setup: Setup) -> System:
 
 
 def flexidepth(setup: Setup, quantile: float | None = None) -> System:
-    """The second half of the layers, as its default. `quantile`: the threshold is set, after training, where that
-    share of the scores of rows it trained on lies below, because 64 steps move few scores below one half."""
+    """The second half of the layers, as its default. `quantile`: the threshold is set, after
+    training, where that share of the scores of rows it trained on lies below, because 64 steps move
+    few scores below one half."""
     from economize.techniques.dynamic_depth import FlexiDepthConfig
 
     system = trained_depth(setup, "flexidepth", FlexiDepthConfig(), "flexidepth")
@@ -287,7 +298,8 @@ def noted(score: torch.Tensor | None, scores: list[torch.Tensor]) -> torch.Tenso
 
 
 def tide(setup: Setup, threshold: float = 0.85) -> System:
-    """Its routers calibrated on the same rows by its own three steps, in its default configuration."""
+    """Its routers calibrated on the same rows by its own three steps,
+    in its default configuration."""
     import sys
 
     import TIDE

@@ -1,10 +1,12 @@
-"""What sequence-level attention skipping saves of the KV cache, and that generation is that of a masked reference.
+"""What sequence-level attention skipping saves of the KV cache,
+and that generation is that of a masked reference.
 
     python recipes/router_tuning/kv_cache.py --out recipes/router_tuning/kv_cache.json
 
-Half of the embedded base's layers are routed at budget 0.5; an untrained gate, calibrated on prompts of the validation
-text, decides. The reference has no cache: it computes both paths for every token of every step, and repeats the
-prompts' decisions. The bytes are also counted for the shape of Llama-3-8B, on the meta device.
+Half of the embedded base's layers are routed at budget 0.5; an untrained gate, calibrated on
+prompts of the validation text, decides. The reference has no cache: it computes both paths for
+every token of every step, and repeats the prompts' decisions. The bytes are also counted for the
+shape of Llama-3-8B, on the meta device.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def routed_model() -> tuple[Any, torch.Tensor]:
 
 @torch.no_grad()
 def reference(model: Any, prompts: torch.Tensor, trace: RouteTrace) -> torch.Tensor:
-    """Greedy generation without a cache, both paths for every token, with the prompts' decisions."""
+    """Greedy generation without a cache, both paths for every token,
+    with the prompts' decisions."""
     ids = prompts
     model.train()  # masked execution
     for _ in range(NEW):
@@ -80,10 +83,11 @@ def held(model: Any, prompts: torch.Tensor) -> int:
 
 
 def llama3_8b() -> dict[str, Any]:
-    """`route_cost` at the setting of arXiv:2410.13184: 16 of 32 layers, 50 % capacity, 2,048 x 64, bfloat16."""
+    """`route_cost` at the setting of arXiv:2410.13184: 16 of 32 layers, 50 % capacity,
+    2,048 x 64, bfloat16."""
     config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=8192,
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
     )  # fmt: skip
     with torch.device("meta"):
         base = LlamaForCausalLM(config).to(torch.bfloat16)

@@ -31,7 +31,8 @@ AMONG = ("candidates", "all")
 USED = 0.05  # of the sequences: a layer that fewer run counts as dropped
 # Nats over dense: the regime in which the paper compares targets, -0.3 of 69.7 points.
 NEARLY_FREE = 0.02
-# Table 1 of arXiv:2410.13184, Llama-3-8B: speedup and mean accuracy of eight tasks; the dense model has 69.7.
+# Table 1 of arXiv:2410.13184, Llama-3-8B: speedup and mean accuracy of eight tasks; the dense model
+# has 69.7.
 PAPER = {
     ("block", "token"): (1.24, 61.4),
     ("block", "sequence"): (1.26, 61.3),
@@ -85,7 +86,8 @@ def dropped(results: dict[str, Any], target: str, among: str) -> dict[int, float
 
 
 def strongest(results: dict[str, Any], target: str) -> dict[int, float]:
-    """The same of the best n sublayers that were dropped, of the routers' own candidates or of all six."""
+    """The same of the best n sublayers that were dropped,
+    of the routers' own candidates or of all six."""
     own, every = (dropped(results, target, among) for among in AMONG)
     return {
         count: min(losses[count] for losses in (own, every) if count in losses)
@@ -94,7 +96,8 @@ def strongest(results: dict[str, Any], target: str) -> dict[int, float]:
 
 
 def static_at(results: dict[str, Any], target: str, share: float) -> float:
-    """Loss over dense of dropping the best sublayers at a share run, on lines between numbers of them."""
+    """Loss over dense of dropping the best sublayers at a share run,
+    on lines between numbers of them."""
     losses = strongest(results, target)
     count = LAYERS * (1 - share)
     low = min(int(count), max(losses) - 1)
@@ -135,15 +138,18 @@ def loss_table(results: dict[str, Any]) -> str:
         own, every = (dropped(results, target, among) for among in AMONG)
         rows.append([
             target, granularity, tell_mean(run["trained"]["share"] for run in runs),
-            tell_mean(over_dense(results, runs, "trained")), tell_mean(run["at_budget"]["share"] for run in runs),
+            tell_mean(over_dense(results, runs, "trained")),
+            tell_mean(run["at_budget"]["share"] for run in runs),
             tell_mean(over_dense(results, runs, "at_budget")),
             tell_mean(row["share"] for row in chance),
             tell_mean(row["loss"] - results["dense"]["dense"] for row in chance),
-            f"{own[1]:.3f}, {own[2]:.3f}", f"{every[1]:.3f}, {every[2]:.3f}", f"{accuracy - 69.7:+.1f}",
+            f"{own[1]:.3f}, {own[2]:.3f}", f"{every[1]:.3f}, {every[2]:.3f}",
+            f"{accuracy - 69.7:+.1f}",
         ])  # fmt: skip
     head = [
-        "target", "granularity", "share, as trained", "loss over dense", "share, threshold moved", "loss over dense",
-        "share, random routers", "loss over dense", "1, 2 of the 3 dropped", "1, 2 of all 6 dropped", "paper: accuracy",
+        "target", "granularity", "share, as trained", "loss over dense", "share, threshold moved",
+        "loss over dense", "share, random routers", "loss over dense", "1, 2 of the 3 dropped",
+        "1, 2 of all 6 dropped", "paper: accuracy",
     ]  # fmt: skip
     return table(head, rows)
 
@@ -221,13 +227,17 @@ def claims(results: dict[str, Any]) -> list[Judged]:
             claim = f"{target} per {granularity}: routers lose less than {rival}"
             rows.append(judge(claim, paper, differences, "lower", count))
     lowest = [min(run["at_budget"]["shares"].values()) - USED for run in cell(results, *sequences)]
-    claim = f"Attention per sequence: every routed layer is used, by at least {USED:.0%} of the sequences; share over that"
+    claim = (
+        f"Attention per sequence: every routed layer is used, by at least {USED:.0%} of the "
+        "sequences; share over that"
+    )
     rows.append(judge(claim, "a picture", lowest, "higher", count))
     return rows
 
 
 def faster(results: dict[str, Any], one: str, other: str) -> tuple[str, str]:
-    """Speedups of two adapters at both shapes, and whether the first is faster: quartiles apart at both."""
+    """Speedups of two adapters at both shapes, and whether the first is faster:
+    quartiles apart at both."""
     says, words = [], []
     for shape in results["time"]["shapes"]:
         rows = {row["adapter"]: row for row in shape["adapters"]} | {
@@ -244,8 +254,8 @@ def faster(results: dict[str, Any], one: str, other: str) -> tuple[str, str]:
 
 
 COSTS = (
-    "Times are medians over rounds of a prefill at two shapes, and are decided where the quartiles lie apart at both; "
-    "bytes are counted."
+    "Times are medians over rounds of a prefill at two shapes, and are decided where the quartiles "
+    "lie apart at both; bytes are counted."
 )
 
 
@@ -308,7 +318,8 @@ def time_table(results: dict[str, Any]) -> str:
         measured = [shape["adapters"][place] for shape in shapes]
         assert all(row["adapter"] == f"{target}-{granularity}" for row in measured)
         cells = [
-            f"{row['ratio']:.3f} ({row['quartiles'][0]:.3f} - {row['quartiles'][1]:.3f}), {1 / row['ratio']:.2f}x"
+            f"{row['ratio']:.3f} ({row['quartiles'][0]:.3f} - {row['quartiles'][1]:.3f}), "
+            f"{1 / row['ratio']:.2f}x"
             for row in measured
         ]
         kept = [
@@ -333,7 +344,8 @@ def sweep_table(results: dict[str, Any], name: str, values: tuple[int, ...]) -> 
         runs = pick(results, **fields)
         rows.append([
             str(value), str(len(runs)), tell_mean(run["trained"]["share"] for run in runs),
-            tell_mean(over_dense(results, runs, "trained")), tell_mean(run["at_budget"]["share"] for run in runs),
+            tell_mean(over_dense(results, runs, "trained")),
+            tell_mean(run["at_budget"]["share"] for run in runs),
             tell_mean(over_dense(results, runs, "at_budget")),
         ])  # fmt: skip
         if name == "layers":
@@ -356,20 +368,12 @@ def page(results: dict[str, Any]) -> str:
         "# Results",
         f"Losses in nats over the dense base ({results['dense']['dense']:.3f}; {dense}), mean ± standard error over "
         f"{len(cell(results, 'attention', 'sequence'))} seeds; the paper's column is the mean accuracy of eight tasks "
-        "over dense, in points.",
-        loss_table(results),
-        "## The paper's claims",
-        "\n".join(claims_table(claims(results))),
-        COSTS,
+        "over dense, in points.", loss_table(results), "## The paper's claims",
+        "\n".join(claims_table(claims(results))), COSTS,
         "\n".join(claims_table(cost_claims(results, json.loads((HERE / "kv_cache.json").read_text())))),
-        "## By kind of text",
-        kind_table(results),
-        "## Time",
-        time_table(results),
-        "## Ablations: attention per sequence",
-        "Layers: as many of the deepest but the last.",
-        sweep_table(results, "layers", (1, 2, 3, 4)),
-        "Training sequences, three layers routed.",
+        "## By kind of text", kind_table(results), "## Time", time_table(results),
+        "## Ablations: attention per sequence", "Layers: as many of the deepest but the last.",
+        sweep_table(results, "layers", (1, 2, 3, 4)), "Training sequences, three layers routed.",
         sweep_table(results, "samples", FEWER),
     ]) + "\n"  # fmt: skip
 

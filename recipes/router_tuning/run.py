@@ -2,11 +2,12 @@
 
     OMP_NUM_THREADS=1 python recipes/router_tuning/run.py --out OUT
 
-The text is of two kinds, so that whole sequences differ: Python's standard library, which the base was pretrained on,
-and the prose behind Python's `help()` (`pydoc_data.topics`), as many sequences of each. Every run leaves an adapter
-`OUT/NAME` and `OUT/NAME.json`; one whose record exists is skipped, so a stopped study goes on where it was, and
-`--part 1/2` does every second of them, beside `--part 2/2`. `OUT/dense.json` and `OUT/time.json` are the other
-measurements; `report.py` makes the rest of them.
+The text is of two kinds, so that whole sequences differ: Python's standard library, which the base
+was pretrained on, and the prose behind Python's `help()` (`pydoc_data.topics`), as many sequences
+of each. Every run leaves an adapter `OUT/NAME` and `OUT/NAME.json`; one whose record exists is
+skipped, so a stopped study goes on where it was, and `--part 1/2` does every second of them, beside
+`--part 2/2`. `OUT/dense.json` and `OUT/time.json` are the other measurements; `report.py` makes the
+rest of them.
 
 Shapes: B batch, T positions.
 """
@@ -93,18 +94,19 @@ def training_arguments(
     study: dict[str, Any], run: dict[str, Any], out: Path
 ) -> DepthRouteTrainingArguments:
     return DepthRouteTrainingArguments(
-        output_dir=str(out / "trainer"), use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
-        num_train_epochs=1, per_device_train_batch_size=study["batch"], train_sampling_strategy="sequential",
-        learning_rate=study["lr"], warmup_steps=study["warmup"], weight_decay=0.0, logging_steps=1, seed=run["seed"],
-        bf16=True,
-        capacity_weight=study["capacity_weight"], budget_weight=0.0, alive_weight=0.0,
+        output_dir=str(out / "trainer"), use_cpu=True, report_to="none", save_strategy="no",
+        disable_tqdm=True, num_train_epochs=1, per_device_train_batch_size=study["batch"],
+        train_sampling_strategy="sequential", learning_rate=study["lr"],
+        warmup_steps=study["warmup"], weight_decay=0.0, logging_steps=1, seed=run["seed"],
+        bf16=True, capacity_weight=study["capacity_weight"], budget_weight=0.0, alive_weight=0.0,
     )  # fmt: skip
 
 
 def train(
     study: dict[str, Any], run: dict[str, Any], blocks: Blocks, base: str, out: Path
 ) -> tuple[Any, list[Any]]:
-    """A model whose routers were trained on `run["samples"]` sequences, one epoch; and what was logged."""
+    """A model whose routers were trained on `run["samples"]` sequences, one epoch;
+    and what was logged."""
     model = get_depth_routed_model(load_base(base), adapter_config(study, run))
     arguments = training_arguments(study, run, out)
     order = draw_order(len(blocks.train), run["samples"], run["seed"])
@@ -130,7 +132,8 @@ def train(
 
 
 def measure(model: Any, validation: Batches) -> dict[str, Any]:
-    """Loss by the inference rule, and the share of tokens run full, of each layer and of all of them; by kind, too."""
+    """Loss by the inference rule, and the share of tokens run full,
+    of each layer and of all of them; by kind, too."""
     by_kind: dict[str, dict[str, float]] = {}
     shares: list[dict[int, float]] = []
     for kind, batches in zip(KINDS, halves(validation)):
@@ -162,7 +165,8 @@ def halves(batches: Batches) -> tuple[Batches, Batches]:
 
 
 def meet_budget(model: Any, batches: Batches) -> None:
-    """Move the one threshold of all layers, 0 in training, to where they run the budget's share in all."""
+    """Move the one threshold of all layers, 0 in training,
+    to where they run the budget's share in all."""
     config = next(iter(model.peft_config.values()))
     config.threshold, config.budget_scope = None, "global"
     calibrate(model, batches)
@@ -190,7 +194,8 @@ def train_and_measure(
 
 
 def measure_baselines(study: dict[str, Any], blocks: Blocks, base: str) -> dict[str, Any]:
-    """Losses without training: dense, sublayers dropped for every token, and frozen random routers at the budget."""
+    """Losses without training: dense, sublayers dropped for every token,
+    and frozen random routers at the budget."""
     validation, calibration = evaluation_batches(study, blocks)
     dense = [mean_loss(load_base(base), batches) for batches in halves(validation)]
     found: dict[str, Any] = {
@@ -220,7 +225,8 @@ def measure_baselines(study: dict[str, Any], blocks: Blocks, base: str) -> dict[
 
 
 def mixed_blocks(study: dict[str, Any], base: str) -> Blocks:
-    """Sequences of both kinds: training `[N, T]`, in any order, and validation `[M, T]`, code first."""
+    """Sequences of both kinds: training `[N, T]`, in any order,
+    and validation `[M, T]`, code first."""
     code = prepare_blocks(
         {"length": study["length"], "validation_blocks": study["validation_blocks"]},
         "python-stdlib",
@@ -255,9 +261,11 @@ def evaluation_batches(study: dict[str, Any], blocks: Blocks) -> tuple[Batches, 
 
 @torch.no_grad()
 def measure_time(study: dict[str, Any], blocks: Blocks, base: str, out: Path) -> dict[str, Any]:
-    """Prefill time over the dense base's, for the adapters of the table; medians over interleaved rounds.
+    """Prefill time over the dense base's, for the adapters of the table;
+    medians over interleaved rounds.
 
-    Thresholds are set on the timed sequences, so that every adapter runs the budget's share of them.
+    Thresholds are set on the timed sequences, so that every adapter runs the budget's share of
+    them.
     """
     model = load_base(base)
     dense = dense_view(model)
@@ -294,12 +302,15 @@ def measure_time(study: dict[str, Any], blocks: Blocks, base: str, out: Path) ->
             ratios = [mine / base_time for mine, base_time in zip(times[name], times["dense"])]
             low, middle, high = statistics.quantiles(ratios, n=4)
             measured.append({
-                "adapter": name, "ratio": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)],
-                "share": round(statistics.fmean(counter.full_ratio().values()), 4), "kv_bytes": kv_cache_bytes(cache),
+                "adapter": name, "ratio": round(middle, 4),
+                "quartiles": [round(low, 4), round(high, 4)],
+                "share": round(statistics.fmean(counter.full_ratio().values()), 4),
+                "kv_bytes": kv_cache_bytes(cache),
             })  # fmt: skip
         cache = dense(input_ids=ids, use_cache=True).past_key_values
         result["shapes"].append({
-            "sequences": rows, "length": length, "dense_ms": round(1e3 * statistics.median(times["dense"]), 2),
+            "sequences": rows, "length": length,
+            "dense_ms": round(1e3 * statistics.median(times["dense"]), 2),
             "dense_kv_bytes": kv_cache_bytes(cache), "adapters": measured,
         })  # fmt: skip
     return result
@@ -315,7 +326,8 @@ def rounds(variants: list[str], count: int) -> Iterator[tuple[int, str]]:
 def seconds(model: nn.Module, ids: torch.Tensor) -> float:
     """Processor time of one prefill that fills a KV cache.
 
-    On one thread this is the time that the prefill takes alone; other work on the machine does not count.
+    On one thread this is the time that the prefill takes alone; other work on the machine does not
+    count.
     """
     start = time.process_time()
     model(input_ids=ids, use_cache=True)

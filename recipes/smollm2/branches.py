@@ -1,11 +1,13 @@
-"""Branches of SmolLM2-135M-Instruct one layer at a time, on the dense model's stream: what each kind explains.
+"""Branches of SmolLM2-135M-Instruct one layer at a time, on the dense model's stream:
+what each kind explains.
 
     python recipes/smollm2/branches.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
-Fitted on three quarters of some rows of C4, reported on the others without the attention sinks, errors relative to the
-stream behind the layer. `unweighted` is a low-rank branch fitted to all rows alike, sinks included; `lowrank` and
-`neurons` are fitted as `fit_router` fits them. `sinks_found` says how many of the held-out sinks the unit that
-`fit_router` gives to a gate tells from the other tokens. The text is read from `../shared/data/text`.
+Fitted on three quarters of some rows of C4, reported on the others without the attention sinks,
+errors relative to the stream behind the layer. `unweighted` is a low-rank branch fitted to all rows
+alike, sinks included; `lowrank` and `neurons` are fitted as `fit_router` fits them. `sinks_found`
+says how many of the held-out sinks the unit that `fit_router` gives to a gate tells from the other
+tokens. The text is read from `../shared/data/text`.
 """
 
 from __future__ import annotations

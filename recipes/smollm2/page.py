@@ -29,8 +29,13 @@ KINDS = {
     "pruned": "last {1} layers without {0}, nothing in its place",
     "shortgpt": "ShortGPT's {} least influential blocks left out",
     "all": "all tokens routed, branch {}, keep {}, seed {}",
-    "prompts trained": "fitted for prompts, keep {0}, branches trained {3} steps of 512 tokens, seed {1}",
-    "all trained": "all tokens routed, branch {0}, keep {1}, branches trained {4} steps of 256 tokens, seed {2}",
+    "prompts trained": (
+        "fitted for prompts, keep {0}, branches trained {3} steps of 512 tokens, seed {1}"
+    ),
+    "all trained": (
+        "all tokens routed, branch {0}, keep {1}, branches trained {4} steps of 256 tokens, seed "
+        "{2}"
+    ),
     "static": "the best {1} FFNs to replace for every token, branch {0}",
 }
 
@@ -64,7 +69,8 @@ def times(folder: str = MAIN) -> dict[str, Any]:
 
 
 def lines(setting: str, folder: str = MAIN) -> list[str]:
-    """A table of the parts of one setting, `"prompts"`, `"long"` or `"all"`; behind several seeds, their mean."""
+    """A table of the parts of one setting, `"prompts"`, `"long"` or `"all"`;
+    behind several seeds, their mean."""
     timed, rows = times(folder) if setting == "long" else {}, []
     parts_of = results(folder).items()
     found = {
@@ -115,7 +121,8 @@ TASKS = "Nine tasks with lm-eval, prompts read as they are served, accuracy in p
 
 
 def tasks() -> dict[str, dict[str, Any]]:
-    """By system and task, every answer right or wrong; without systems that did not do all tasks."""
+    """By system and task, every answer right or wrong;
+    without systems that did not do all tasks."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted((FOLDER / "results" / "tasks").glob("*.json")):
         result = read(f"smollm2/results/tasks/{path.name}")
@@ -130,7 +137,8 @@ def right(result: dict[str, Any]) -> np.ndarray:
 
 
 def over_dense(of_system: dict[str, Any], dense: dict[str, Any]) -> tuple[float, float]:
-    """The mean over tasks of the accuracy over dense, in points, and its standard error over the same items."""
+    """The mean over tasks of the accuracy over dense, in points,
+    and its standard error over the same items."""
     more = [right(of_system[task]) - right(dense[task]) for task in dense]
     errors = [float(part.std(ddof=1)) / len(part) ** 0.5 for part in more]
     return 100 * float(np.mean([part.mean() for part in more])), 100 * math.hypot(*errors) / len(
@@ -165,12 +173,16 @@ def task_lines() -> list[str]:
     return [
         *markdown_table([*heads, "mean over dense, points"], rows),
         "",
-        f"Share of the prompts' tokens that ran in full, keep 0.8: {ran}. ± is the standard error over the same items.",
+        (
+            f"Share of the prompts' tokens that ran in full, keep 0.8: {ran}. ± is the standard "
+            "error over the same items."
+        ),
     ]
 
 
 def told() -> list[str]:
-    """By share of the time that was asked for, means over seeds: the time of 1,024 tokens, and the texts' losses."""
+    """By share of the time that was asked for, means over seeds: the time of 1,024 tokens,
+    and the texts' losses."""
     measured, found = times(), []
     by_keep: dict[str, list[str]] = {}
     for part in results():
@@ -226,23 +238,30 @@ def others() -> list[str]:
     if not found:
         return []
     caption = (
-        "The same on other models, one seed, fewer rows, `keep` as a share of the FLOPs; their weights, too, were "
-        "those of a 4-bit file."
+        "The same on other models, one seed, fewer rows, `keep` as a share of the FLOPs; their "
+        "weights, too, were those of a 4-bit file."
     )
     return ["", caption, *found]
 
 
 def study() -> Study:
     brief = (
-        "SmolLM2-135M-Instruct, no training, prompts of 1,024 tokens, loss behind them over dense on five kinds of "
-        f"text, three seeds: {'; '.join(told())}; {told_tasks()} at the first, seed 0"
+        "SmolLM2-135M-Instruct, no training, prompts of 1,024 tokens, loss behind them over dense "
+        f"on five kinds of text, three seeds: {'; '.join(told())}; {told_tasks()} at the first, "
+        "seed 0"
     )
     for folder, name in OTHERS.items():
         if "prompts-0.8-0" in results(folder):
-            brief += f"; {name} at 0.8 of the FLOPs, one seed: {span_of_other(folder)} behind prompts of 384 tokens"
+            brief += (
+                f"; {name} at 0.8 of the FLOPs, one seed: {span_of_other(folder)} behind prompts "
+                "of 384 tokens"
+            )
     section = [
-        "Prompts alone are routed, and run their last 64 tokens in full; nats over dense of the 128 tokens behind. "
-        "FLOPs and times are of the prompt. WikiText-2 was not fitted on. Prompts of 1,024 tokens:",
+        (
+            "Prompts alone are routed, and run their last 64 tokens in full; nats over dense of "
+            "the 128 tokens behind. FLOPs and times are of the prompt. WikiText-2 was not fitted "
+            "on. Prompts of 1,024 tokens:"
+        ),
         "",
         *lines("long"),
         "",
@@ -253,14 +272,20 @@ def study() -> Study:
     if answered := task_lines():
         section += ["", TASKS, "", *answered]
     if every := lines("all"):
-        caption = "All tokens of rows of 256 routed; nats over dense, FLOPs at the share of the calls that ran:"
+        caption = (
+            "All tokens of rows of 256 routed; nats over dense, FLOPs at the share of the calls "
+            "that ran:"
+        )
         section += ["", caption, "", *every]
         timed = {part: time for part, time in times().items() if part.startswith(("all", "static"))}
         for part, time in timed.items():
             section += [
                 "",
-                f"Time over dense, {label(part)}: {time['prompt']:.2f} for a prompt of 1,024 tokens, "
-                f"{time['token']:.2f} for a token of one sequence, {time['tokens_of_8']:.2f} for one of eight.",
+                (
+                    f"Time over dense, {label(part)}: {time['prompt']:.2f} for a prompt of 1,024 "
+                    f"tokens, {time['token']:.2f} for a token of one sequence, "
+                    f"{time['tokens_of_8']:.2f} for one of eight."
+                ),
             ]
     section += others()
     return Study("A real model", "smollm2", "python recipes/smollm2/run.py", brief, section)

@@ -1,4 +1,5 @@
-"""A picture of the real model: what is lost against the measured time, of prompts alone and of all tokens.
+"""A picture of the real model: what is lost against the measured time,
+of prompts alone and of all tokens.
 
 python recipes/smollm2/picture.py
 """
@@ -35,7 +36,8 @@ def series(part: str) -> str:
 
 
 def points(setting: str) -> dict[str, list[tuple[float, float, float]]]:
-    """By series: the time over dense, the mean loss of five texts over dense (nats), and its error over rows."""
+    """By series: the time over dense, the mean loss of five texts over dense (nats),
+    and its error over rows."""
     measured = page.times()
     found: dict[str, list[tuple[float, float, float]]] = {}
     for part, result in page.results().items():

@@ -1,14 +1,17 @@
-"""Routing without training on a real model: loss on five kinds of text against the time of a prompt.
+"""Routing without training on a real model: loss on five kinds of text against the
+time of a prompt.
 
     python recipes/smollm2/run.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
-Every part writes a file of its own to `--out` as soon as it is measured, and keeps its adapter in `--work`; a second
-run measures what is missing. Texts are read from `../shared/data/text`; one that is not there is skipped. Fitted on
-equal parts of C4, Wikipedia, technical text and code, WikiText-2 left out; reported on parts that were not fitted on.
+Every part writes a file of its own to `--out` as soon as it is measured, and keeps its adapter in
+`--work`; a second run measures what is missing. Texts are read from `../shared/data/text`; one that
+is not there is skipped. Fitted on equal parts of C4, Wikipedia, technical text and code, WikiText-2
+left out; reported on parts that were not fitted on.
 
-Three settings. `prompts`: the first 384 tokens of a row of 512 are a prompt, read as `phases="prefill"` serves it, and
-the loss is that of the 128 tokens behind it, which run in full. `long`: the same for prompts of 1,024 tokens, which is
-the length that is timed. `all`: every token of rows of 256 is routed.
+Three settings. `prompts`: the first 384 tokens of a row of 512 are a prompt, read as
+`phases="prefill"` serves it, and the loss is that of the 128 tokens behind it, which run in full.
+`long`: the same for prompts of 1,024 tokens, which is the length that is timed. `all`: every token
+of rows of 256 is routed.
 """
 
 from __future__ import annotations
@@ -45,7 +48,10 @@ ROWS = {"all": ROW, "prompts": ROW, "long": 1152}
 
 
 class Texts:
-    """Token ids of each text that is there. The last tenth of a text is reported on, and the rest fitted on."""
+    """Token ids of each text that is there.
+
+    The last tenth of a text is reported on, and the rest fitted on.
+    """
 
     def __init__(self, folder: Path, tokenizer: Any, rows: int) -> None:
         self.fit: dict[str, torch.Tensor] = {}
@@ -65,7 +71,8 @@ class Texts:
                 self.fit[name] = _rows(text[: min(last, 1_000_000)], tokenizer, ROW)
 
     def to_fit(self, tokens: int, length: int, seed: int) -> list[dict[str, torch.Tensor]]:
-        """Batches of about `tokens` tokens in rows of `length`, an equal part of each text, drawn by `seed`."""
+        """Batches of about `tokens` tokens in rows of `length`, an equal part of each text,
+        drawn by `seed`."""
         drawn, generator = [], torch.Generator().manual_seed(seed)
         for rows in self.fit.values():
             rows = rows.reshape(-1, length)
@@ -108,7 +115,8 @@ def all_tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def behind_prompts(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The prompt as it is served, then the text behind it at full depth, on the KV cache that the prompt left."""
+    """The prompt as it is served, then the text behind it at full depth,
+    on the KV cache that the prompt left."""
     from transformers import DynamicCache
 
     from hf_depthroute.routing.trace import full_depth
@@ -131,7 +139,8 @@ SETTINGS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 
 def over_dense(model: Any, texts: Texts, setting: str, dense: dict[str, Any]) -> dict[str, Any]:
-    """By text: nats over dense, the standard error over rows, and the share of a gated layer's tokens that ran."""
+    """By text: nats over dense, the standard error over rows,
+    and the share of a gated layer's tokens that ran."""
     from hf_depthroute.routing.trace import count_routes
 
     found: dict[str, Any] = {}
@@ -173,7 +182,8 @@ def left_out(load: Callable[[], Any], layers: list[int], target: str) -> Any:
 
 
 def block_influence(model: Any, text: list[dict[str, torch.Tensor]]) -> list[int]:
-    """Layers by ShortGPT's block influence, `1 - cos(input, output)`, the least first (arXiv:2403.03853)."""
+    """Layers by ShortGPT's block influence, `1 - cos(input, output)`,
+    the least first (arXiv:2403.03853)."""
     sums = torch.zeros(model.config.num_hidden_layers, dtype=torch.float64)
     with torch.no_grad():
         for batch in text:
@@ -189,9 +199,11 @@ def block_influence(model: Any, text: list[dict[str, torch.Tensor]]) -> list[int
 
 @torch.no_grad()
 def timed(model: Any, ids: torch.Tensor, steps: int) -> dict[str, float]:
-    """Seconds of a prompt, of a token decoded behind it, and of a token for each of eight sequences.
+    """Seconds of a prompt, of a token decoded behind it,
+    and of a token for each of eight sequences.
 
-    A first prompt is not timed: it prepares the weights of the adapter that has just been switched to.
+    A first prompt is not timed: it prepares the weights of the adapter that has just been switched
+    to.
     """
     model(input_ids=ids, use_cache=True, logits_to_keep=1)
     found: dict[str, float] = {}
@@ -278,7 +290,8 @@ class Run:
         self.once(part, measure)
 
     def times(self) -> dict[str, Any]:
-        """Times over dense, medians of interleaved rounds: a prompt of 1,024 tokens, and tokens decoded."""
+        """Times over dense, medians of interleaved rounds: a prompt of 1,024 tokens,
+        and tokens decoded."""
         model: Any = base(self.args.model)
         folders = sorted(
             folder
@@ -334,7 +347,8 @@ class Run:
         return fit_router(base(self.args.model), text, keep, config, **given)
 
     def trained(self, part: str, seed: int, length: int) -> Any:
-        """The branches of the adapter `part`, trained to the dense predictions; goes on where it was stopped.
+        """The branches of the adapter `part`, trained to the dense predictions;
+        goes on where it was stopped.
 
         Rows of `length` tokens; of prompts, the predictions of the text behind two thirds of a row.
         """
@@ -354,10 +368,11 @@ class Run:
             model, str(self.args.work / part.replace(" ", "-")), is_trainable=True
         )
         arguments = DepthRouteTrainingArguments(
-            output_dir=str(folder), max_steps=steps, learning_rate=self.args.rate, warmup_steps=20, seed=seed,
-            per_device_train_batch_size=TRAINED, logging_steps=20, save_steps=100, save_total_limit=1, use_cpu=True,
-            bf16=True, report_to="none", disable_tqdm=True, train_gates=False, lm_weight=0.0, distill_weight=1.0,
-            util_weight=0.0, rank_weight=0.0, jepa_weight=0.0, budget_weight=0.0, alive_weight=0.0,
+            output_dir=str(folder), max_steps=steps, learning_rate=self.args.rate, warmup_steps=20,
+            seed=seed, per_device_train_batch_size=TRAINED, logging_steps=20, save_steps=100,
+            save_total_limit=1, use_cpu=True, bf16=True, report_to="none", disable_tqdm=True,
+            train_gates=False, lm_weight=0.0, distill_weight=1.0, util_weight=0.0, rank_weight=0.0,
+            jepa_weight=0.0, budget_weight=0.0, alive_weight=0.0,
         )  # fmt: skip
         dataset = [{"input_ids": row, "labels": row} for row in rows]
         last = get_last_checkpoint(str(folder)) if folder.exists() else None
@@ -371,7 +386,8 @@ class Run:
         return PeftModel.from_pretrained(base(self.args.model), str(folder / "trained")).eval()
 
     def static(self, count: int) -> Any:
-        """The FFNs that are best replaced for every token, by a branch; found with a quarter of the text to fit on."""
+        """The FFNs that are best replaced for every token, by a branch;
+        found with a quarter of the text to fit on."""
         import static
 
         choose = self.texts.to_fit(CHOSEN, LENGTH, seed=1)

@@ -1,8 +1,10 @@
-"""The best FFNs to replace for every token by a branch of their own neurons: what a router has to beat.
+"""The best FFNs to replace for every token by a branch of their own neurons:
+what a router has to beat.
 
-Greedy: each layer's branch is fitted on the dense model's stream, then the layer is taken whose replacement, beside
-those already taken, loses least on text to choose on. The branches of the layers that were found are fitted once more,
-each on the stream that those before it leave. Attention sinks run in full, as with a router.
+Greedy: each layer's branch is fitted on the dense model's stream, then the layer is taken whose
+replacement, beside those already taken, loses least on text to choose on. The branches of the
+layers that were found are fitted once more, each on the stream that those before it leave.
+Attention sinks run in full, as with a router.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Batches = list[dict[str, torch.Tensor]]
 
 
 def replaced(base: Any, layers: Iterable[int], weights: Weights) -> Any:
-    """`base` with the FFNs of `layers` replaced, by the gates and branches of `weights` where they are known."""
+    """`base` with the FFNs of `layers` replaced, by the gates and branches of `weights`
+    where they are known."""
     config = DepthRouteConfig(layers=sorted(layers), gate="sinks", branch="neurons", budget=1e-3)
     model = get_depth_routed_model(base, config).eval()
     for routing in routings_of(model):
@@ -45,7 +48,8 @@ def parts_of(model: Any) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
 
 @torch.no_grad()
 def fitted(base: Any, layers: list[int], text: Batches) -> Any:
-    """`base` with the FFNs of `layers` replaced, each fitted to the update that it stands in for."""
+    """`base` with the FFNs of `layers` replaced, each fitted to the update that
+    it stands in for."""
     model = replaced(base, layers, {})
     for routing in routings_of(model):
         with full_depth(model):
@@ -70,7 +74,8 @@ def _streams(model: Any, routing: Any, text: Batches) -> torch.Tensor:
 
 
 def greedy(base: Any, count: int, text: Batches, loss: Callable[[Any], float]) -> list[int]:
-    """`count` layers, in the order in which they are taken; the dearer half of single layers is not tried again."""
+    """`count` layers, in the order in which they are taken;
+    the dearer half of single layers is not tried again."""
     weights: dict[int, Any] = {}
     for index in range(base.config.num_hidden_layers):
         model = fitted(base, [index], text)

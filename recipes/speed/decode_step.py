@@ -1,12 +1,14 @@
-"""Where the time of a decoding step goes: one sequence, dense, routed, and with a router that costs nothing.
+"""Where the time of a decoding step goes: one sequence, dense, routed,
+and with a router that costs nothing.
 
     python recipes/speed/decode_step.py --json recipes/speed/decode-step.json
 
-Random weights at the shape of Qwen2.5-0.5B, bfloat16, the last 12 and all 24 FFNs routed at budget 0.5. The three run
-the same tokens on the same cache, in turn. The free router repeats the decisions of the routed run and computes nothing
-for them. Parts are timed where they run, around their calls: `gate, up` is the product of gate and branch with what is
-made of it, `down` the branch's other map; `rest` is the whole step less the parts: embedding, head,
-residual sums, and the Python in between. `of ideal` is how much of what the free router saves the routed one does.
+Random weights at the shape of Qwen2.5-0.5B, bfloat16, the last 12 and all 24 FFNs routed at budget
+0.5. The three run the same tokens on the same cache, in turn. The free router repeats the decisions
+of the routed run and computes nothing for them. Parts are timed where they run, around their calls:
+`gate, up` is the product of gate and branch with what is made of it, `down` the branch's other map;
+`rest` is the whole step less the parts: embedding, head, residual sums, and the Python in between.
+`of ideal` is how much of what the free router saves the routed one does.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Clock:
 
 
 class FreeStep:
-    """Repeats decisions: what a decoding step is with a router that takes no time and has no branch."""
+    """Repeats decisions: what a decoding step is with a router that takes no time
+    and has no branch."""
 
     def __init__(self) -> None:
         self.decisions: list[bool] = []
@@ -154,7 +157,8 @@ def measure(layers: Any, depth: int | None, steps: int, rounds: int) -> dict[str
         "layers": layers, "share": round(share, 4), "ms": {way: round(value, 3) for way, value in ms.items()},
         "of_ideal": round(saved["routed"] / saved["free"], 3),
         "parts_ms": {
-            way: {part: round(1e3 * sum(found) / count, 3) for part, found in of.items()} for way, of in parts.items()
+            way: {part: round(1e3 * sum(found) / count, 3) for part, found in of.items()} for way,
+            of in parts.items()
         },
     }  # fmt: skip
 
@@ -176,7 +180,8 @@ def main() -> None:
     ]
     for row in found:
         print(
-            f"\n{row['layers']}: {row['share']:.0%} run in full; {row['of_ideal']:.2f} of what a free router saves"
+            f"\n{row['layers']}: {row['share']:.0%} run in full; {row['of_ideal']:.2f} of what a "
+            "free router saves"
         )
         names = list(dict.fromkeys(part for of in row["parts_ms"].values() for part in of))
         print(f"{'ms a step':<16}" + "".join(f"{way:>10}" for way in WAYS))

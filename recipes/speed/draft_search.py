@@ -1,4 +1,5 @@
-"""Which draft is fastest: a short search over its budget, the blocks it leaves out, and how far it runs ahead."""
+"""Which draft is fastest: a short search over its budget, the blocks it leaves out,
+and how far it runs ahead."""
 
 from __future__ import annotations
 
@@ -64,9 +65,10 @@ class DraftSearch:
     """The result of `search_draft`.
 
     Attributes:
-        best: The fastest draft. Its `speedup` may be below 1: then plain generation is faster than every draft tried.
-        table: The drafts of the last stage, fastest first, then those that did not come so far, fastest first. Times
-            of different stages were not taken in the same rounds.
+        best: The fastest draft. Its `speedup` may be below 1: then plain generation is faster than
+            every draft tried.
+        table: The drafts of the last stage, fastest first, then those that did not come so far,
+            fastest first. Times of different stages were not taken in the same rounds.
         plain_tokens_per_second: The speed of generation with the full model, in the same rounds.
     """
 
@@ -90,17 +92,19 @@ def search_draft(
 ) -> DraftSearch:
     """Time drafts on a few prompts and return the fastest, greedily decoded.
 
-    Two stages: every budget with every set of dropped blocks at the middle length; then the two best of these at all
-    lengths and confidences. A round runs plain generation and each draft once, and every ratio is taken within its
-    round. Nothing of the model is changed.
+    Two stages: every budget with every set of dropped blocks at the middle length; then the two
+    best of these at all lengths and confidences. A round runs plain generation and each draft once,
+    and every ratio is taken within its round. Nothing of the model is changed.
 
     Args:
-        model: A routed model, or a plain one of a supported family, whose drafts then only leave blocks out.
+        model: A routed model, or a plain one of a supported family, whose drafts then only leave
+            blocks out.
         prompts: Token ids, `[1, T]` each. Two or three that look like what will be generated from.
         max_new_tokens: Per prompt.
-        budgets: Draft budgets to try. Default: 0.25, 0.5 and 1, or the adapter's own rule where it takes no budget.
-        drops: Sets of decoder layers to leave out. Default: none, and the quarter and the half that change the stream
-            least on the full model's own continuations (`layer_importance`).
+        budgets: Draft budgets to try. Default: 0.25, 0.5 and 1, or the adapter's own rule where it
+            takes no budget.
+        drops: Sets of decoder layers to leave out. Default: none, and the quarter and the half that
+            change the stream least on the full model's own continuations (`layer_importance`).
         lengths: Tokens drafted at most before the full model looks.
         confidences: Probabilities below which a draft ends.
         rounds: Timed rounds of each stage, after one that is not timed.
@@ -140,7 +144,8 @@ def search_draft(
     ]
     if not shapes:
         raise ValueError(
-            "search_draft: nothing to try; the model has no depth-routed adapter and no block is dropped"
+            "search_draft: nothing to try; the model has no depth-routed adapter and no block is "
+            "dropped"
         )
     tried, _ = _measured(model, prompts, generate_plainly, shapes, rounds, settings)
     best_shapes = sorted(tried, key=lambda result: -result.speedup)[:2]

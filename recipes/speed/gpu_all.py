@@ -1,11 +1,13 @@
-"""What a GPU has to show, in twenty minutes: parts in the order of their worth, each with a result file of its own.
+"""What a GPU has to show, in twenty minutes: parts in the order of their worth,
+each with a result file of its own.
 
     python recipes/speed/gpu_all.py --out gpu_results
     python recipes/speed/gpu_all.py --out tried --small   # every part at a tiny size, on a CPU
 
-A part runs in a process of its own and leaves `PART.json` when it ends well, so that a run that is cut off keeps what
-it has: run again, it goes on with the first part that is missing. A part that fails, or has no more time, leaves
-`PART.log` and makes the exit code 1; the next ones run all the same. Parts of tests write what pytest said.
+A part runs in a process of its own and leaves `PART.json` when it ends well, so that a run that is
+cut off keeps what it has: run again, it goes on with the first part that is missing. A part that
+fails, or has no more time, leaves `PART.log` and makes the exit code 1; the next ones run all the
+same. Parts of tests write what pytest said.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ class Part:
 
     Attributes:
         name: Its result's file, without the ending.
-        command: What follows `python`; `{out}` stands for the result file. Parts without it are tests.
-        small: What is added, or for tests put in the place of all that follows `-m pytest`, to try the part out.
+        command: What follows `python`; `{out}` stands for the result file. Parts without it are
+            tests.
+        small: What is added, or for tests put in the place of all that follows `-m pytest`, to try
+            the part out.
         seconds: The most that it may take on a GPU.
         needs: A package without which the part is left out.
     """

@@ -1,11 +1,13 @@
-"""What a decoding step launches: operators, and on a GPU kernels, of the base and of a routed model.
+"""What a decoding step launches: operators, and on a GPU kernels,
+of the base and of a routed model.
 
     python recipes/speed/launches.py --json launches.json
 
-Counted are the operators that a step dispatches and that are no views. On a GPU the kernels that ran are counted too: a
-row operator launches two to four. Where every kernel is launched by the host, a step of one sequence takes as long as
-its launches. `as chosen` is what `"auto"` does: it may run the step as the base does. On a CPU the operators of a GPU's
-step are counted, not those of the steps that CPUs have of their own.
+Counted are the operators that a step dispatches and that are no views. On a GPU the kernels that
+ran are counted too: a row operator launches two to four. Where every kernel is launched by the
+host, a step of one sequence takes as long as its launches. `as chosen` is what `"auto"` does: it
+may run the step as the base does. On a CPU the operators of a GPU's step are counted, not those of
+the steps that CPUs have of their own.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Operators(TorchDispatchMode):
 
 @torch.no_grad()
 def count(model: Any, ids: torch.Tensor, way: AbstractContextManager[Any]) -> dict[str, int]:
-    """The counts of one step after a prompt, `ids` `[1, T]`: the second step, for which everything is prepared."""
+    """The counts of one step after a prompt, `ids` `[1, T]`: the second step,
+    for which everything is prepared."""
     cache = DynamicCache(config=model.config)
     model(input_ids=ids[:, :-2], past_key_values=cache, use_cache=True)
     counted: dict[str, int] = {}

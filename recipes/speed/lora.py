@@ -47,9 +47,9 @@ def measure_training(
 ) -> dict[str, Any]:
     """Time whole optimizer steps: forward, losses, backward, clipping, AdamW.
 
-    The routed step is that of `DepthRouteTrainer` with its default losses and no oracle. LoRA trains on the FFNs of
-    the same layers (see `with_lora`) with the language-model loss alone. Both see the same tokens, and both compute
-    that loss in the same way.
+    The routed step is that of `DepthRouteTrainer` with its default losses and no oracle. LoRA
+    trains on the FFNs of the same layers (see `with_lora`) with the language-model loss alone. Both
+    see the same tokens, and both compute that loss in the same way.
 
     Args:
         base: The untouched model; it is not changed, but all of its parameters are frozen.
@@ -62,8 +62,9 @@ def measure_training(
         peaks: The machine's peaks; measured when None.
 
     Returns:
-        A JSON-ready dict: `routed_ms`, `lora_ms`, `ratio` and `ratio_error` (routed over LoRA), tokens per second,
-        peak bytes above the weights, trained parameters, and the step's `roofline`.
+        A JSON-ready dict: `routed_ms`, `lora_ms`, `ratio` and `ratio_error` (routed over LoRA),
+        tokens per second, peak bytes above the weights, trained parameters, and the step's
+        `roofline`.
 
     Raises:
         ValueError: `loss` is unknown, or `"fused"` does not work for this model.
@@ -117,7 +118,8 @@ def measure_training(
 
 
 def with_lora(model: Any, layers: list[int], rank: int) -> Any:
-    """`model` with LoRA on the linear layers of the FFNs of `layers`; of the attention where experts are fused."""
+    """`model` with LoRA on the linear layers of the FFNs of `layers`;
+    of the attention where experts are fused."""
     stack = stack_of(model)
     family, layer = stack.family, stack.layers[layers[0]]
     names: list[str] = []
@@ -185,8 +187,9 @@ def measure_loading(
         rounds: Each does everything once.
 
     Returns:
-        A JSON-ready dict: for `routed` and `lora` the milliseconds `inject_ms`, `save_ms` and `load_ms` and the bytes
-        of the folder, and `ratio` with `ratio_error`: load time, routed over LoRA.
+        A JSON-ready dict: for `routed` and `lora` the milliseconds `inject_ms`, `save_ms` and
+        `load_ms` and the bytes of the folder, and `ratio` with `ratio_error`: load time, routed
+        over LoRA.
     """
     device = next(base.parameters()).device
 
@@ -249,8 +252,9 @@ def training_rows(m: Mapping[str, Any]) -> Iterator[Row]:
         "logits MB": "logits_bytes",
     }
     yield {
-        "case": short_label(m), "router step ms": f"{m['routed_ms']:.1f}", "LoRA step ms": f"{m['lora_ms']:.1f}",
-        "router / LoRA": with_error(m), "tokens/s": f"{m['routed_tokens_per_s']:.0f}",
+        "case": short_label(m), "router step ms": f"{m['routed_ms']:.1f}",
+        "LoRA step ms": f"{m['lora_ms']:.1f}", "router / LoRA": with_error(m),
+        "tokens/s": f"{m['routed_tokens_per_s']:.0f}",
         **{name: f"{m[key] / 1e6:.1f}" for name, key in sizes.items()},
     }  # fmt: skip
 

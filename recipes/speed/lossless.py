@@ -1,16 +1,20 @@
-"""Lossless drafting on real and on made-up weights: is the text identical, what is accepted, and how fast is it?
+"""Lossless drafting on real and on made-up weights: is the text identical, what is accepted,
+and how fast is it?
 
     python recipes/speed/lossless.py --json recipes/speed/lossless-cpu.json
 
-* `embedded`: the 5-million-parameter base of `recipes/embedded_base`, with a router trained here for a minute.
+* `embedded`: the 5-million-parameter base of `recipes/embedded_base`, with a router trained here
+  for a minute.
 * `wide`: the 18-million-parameter one, with a router that is fitted here.
-* `stories`: the public stories260K checkpoint, where `../shared/data` is there, with a router trained the same way.
-* `deep`: a random Llama of 24 blocks of which the last 20 hardly change the stream. No trained model has such weights;
-  it shows what the machinery makes of a draft that is cheap and nearly always right.
+* `stories`: the public stories260K checkpoint, where `../shared/data` is there, with a router
+  trained the same way.
+* `deep`: a random Llama of 24 blocks of which the last 20 hardly change the stream. No trained
+  model has such weights; it shows what the machinery makes of a draft that is cheap and nearly
+  always right.
 
-Everything in float32 and greedy. Every row is the median of rounds in which plain generation and all drafts of a stage
-run one after the other; prefill is included. `load_average` is the machine's at the end of a case;
-the figures of a busy machine are rough.
+Everything in float32 and greedy. Every row is the median of rounds in which plain generation and
+all drafts of a stage run one after the other; prefill is included. `load_average` is the machine's
+at the end of a case; the figures of a busy machine are rough.
 """
 
 from __future__ import annotations
@@ -86,8 +90,9 @@ def training(layers: int) -> tuple[str, ...]:
 def deep() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=24, num_attention_heads=6,
-        num_key_value_heads=2, initializer_range=0.05, tie_word_embeddings=False, eos_token_id=None,
+        vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=24,
+        num_attention_heads=6, num_key_value_heads=2, initializer_range=0.05,
+        tie_word_embeddings=False, eos_token_id=None,
     )  # fmt: skip
     model: Any = transformers.LlamaForCausalLM(config).eval()
     with torch.no_grad():
@@ -132,8 +137,9 @@ def main() -> None:
         print(f"{name}: plain generation {found.plain_tokens_per_second:.1f} tokens/s", flush=True)
         for row in found.table:
             print(
-                f"  budget {row.budget}, left out {row.drop}, {row.num_tokens} ahead, confidence {row.confidence}: "
-                f"{row.speedup:.2f}x, accepted {row.acceptance_rate:.2f}, {row.tokens_per_pass:.2f} per pass, "
+                f"  budget {row.budget}, left out {row.drop}, {row.num_tokens} ahead, confidence "
+                f"{row.confidence}: {row.speedup:.2f}x, accepted {row.acceptance_rate:.2f}, "
+                f"{row.tokens_per_pass:.2f} per pass, "
                 f"{'identical' if row.identical else 'DIFFERENT'}"
             )
     if args.only is not None and args.json.exists():

@@ -23,8 +23,8 @@ from .variants import LEFT_OUT
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """The most memory that exists at one time during `run`, above what there was before it.
 
-    On CPUs from the profiler's record of every allocation and release, which slows `run` down; on GPUs from the
-    allocator's own statistics.
+    On CPUs from the profiler's record of every allocation and release, which slows `run` down; on
+    GPUs from the allocator's own statistics.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -56,7 +56,8 @@ def module_bytes(modules: Sequence[nn.Module]) -> int:
 
 @torch.no_grad()
 def measure_memory(variants: Variants, case: Case, input_ids: torch.Tensor) -> dict[str, Any]:
-    """Bytes of the weights, and per variant of the KV cache after the prompt, and the peaks of prefill and decode.
+    """Bytes of the weights, and per variant of the KV cache after the prompt,
+    and the peaks of prefill and decode.
 
     Args:
         variants: The variants of one model.
@@ -64,9 +65,9 @@ def measure_memory(variants: Variants, case: Case, input_ids: torch.Tensor) -> d
         input_ids: `[B, T + 1]`, the prompts, and the token that is decoded after each.
 
     Returns:
-        A JSON-ready dict: `base_bytes`, `adapter_bytes`, and per variant `kv_bytes`, `prefill_bytes` and
-        `decode_bytes`. The last two are peaks above the weights; prefill's includes the KV cache that it makes, and
-        decode's is above the cache that was there.
+        A JSON-ready dict: `base_bytes`, `adapter_bytes`, and per variant `kv_bytes`,
+        `prefill_bytes` and `decode_bytes`. The last two are peaks above the weights; prefill's
+        includes the KV cache that it makes, and decode's is above the cache that was there.
     """
     routings = active_routings(variants.model)
     adapter = module_bytes(routings)

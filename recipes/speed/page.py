@@ -17,9 +17,12 @@ def decode_step() -> list[str]:
     """Where a decoding step's time goes."""
     result = read("speed/decode-step.json")
     lines = [
-        "Where the time of a decoding step of one sequence goes, milliseconds, at budget 0.5: dense, routed, and with "
-        f"the same decisions at no cost ({result['machine']['device']}). `gate, up` is what finds the scores, and the "
-        "branch's first map with them.",
+        (
+            "Where the time of a decoding step of one sequence goes, milliseconds, at budget 0.5: "
+            "dense, routed, and with the same decisions at no cost "
+            f"({result['machine']['device']}). `gate, up` is what finds the scores, and the "
+            "branch's first map with them."
+        ),
         "",
     ]
     ways = ("dense", "routed", "free")
@@ -67,8 +70,9 @@ def timed_rows(result: Any) -> list[list[str]]:
         for budget, row in m["budgets"].items():
             masked = m["masked"].get(budget)
             rows.append([
-                f"{case}, {setting['dtype']}", f"{setting['target']}, {routed}", budget, f"{row['full_ratio']:.2f}",
-                with_error(row), f"{masked['ratio']:.3f}" if masked else "", f"{row['flops_routed_over_dense']:.3f}",
+                f"{case}, {setting['dtype']}", f"{setting['target']}, {routed}", budget,
+                f"{row['full_ratio']:.2f}", with_error(row),
+                f"{masked['ratio']:.3f}" if masked else "", f"{row['flops_routed_over_dense']:.3f}",
                 *("" if row[name] is None else f"{row[name]:.2f}" for name in ("eta", "eta_free")),
                 machine_of(result, setting["dtype"]),
             ])  # fmt: skip
@@ -103,9 +107,11 @@ def by_shape(*names: str) -> list[str]:
 def small_widths() -> list[str]:
     """Prefill at the widths of the embedded bases."""
     return [
-        "Small widths, where a router's own work is large beside what a token can skip: the shapes of the embedded "
-        "bases, 256 and 512 wide. The second processor, with AMX, was measured before "
-        "narrow FFNs ran more rows at once:",
+        (
+            "Small widths, where a router's own work is large beside what a token can skip: the "
+            "shapes of the embedded bases, 256 and 512 wide. The second processor, with AMX, was "
+            "measured before narrow FFNs ran more rows at once:"
+        ),
         "",
         *by_shape("widths", "widths-amx"),
     ]
@@ -114,8 +120,11 @@ def small_widths() -> list[str]:
 def with_defaults() -> list[str]:
     """Prompts and decoding at two widths, with default settings."""
     return [
-        "The widths of SmolLM2-135M and of Qwen2.5-0.5B, all FFNs of a few layers, with the settings that a routed "
-        "model has by default: prompts of one sequence, and decoding of 1 to 64, few rounds on a restless machine:",
+        (
+            "The widths of SmolLM2-135M and of Qwen2.5-0.5B, all FFNs of a few layers, with the "
+            "settings that a routed model has by default: prompts of one sequence, and decoding of "
+            "1 to 64, few rounds on a restless machine:"
+        ),
         "",
         *by_shape("cpu-shapes"),
     ]
@@ -128,8 +137,9 @@ def batches() -> list[str]:
         for budget, row in m["budgets"].items():
             tuned = m["tuned"][budget]
             rows.append([
-                str(m["batch"]), budget, f"{row['full_ratio']:.2f}", f"{row['full_passes']:.2f}", with_error(row),
-                with_error(tuned), f"{tuned['executors'].get('full', 0)} of {m['setting']['depth']}",
+                str(m["batch"]), budget, f"{row['full_ratio']:.2f}", f"{row['full_passes']:.2f}",
+                with_error(row), with_error(tuned),
+                f"{tuned['executors'].get('full', 0)} of {m['setting']['depth']}",
             ])  # fmt: skip
     head = [
         "sequences",
@@ -141,9 +151,12 @@ def batches() -> list[str]:
         "not routed",
     ]
     return [
-        "Decoding of 1 to 64 sequences at once, all FFNs of a quarter of the depth. `FFNs read`: the share of FFN "
-        "calls that at least one row entered. `tuned`: after `tune_execution`, which stops routing in the layers where "
-        f"it does not pay ({machine_of(result, 'bfloat16')}):",
+        (
+            "Decoding of 1 to 64 sequences at once, all FFNs of a quarter of the depth. `FFNs "
+            "read`: the share of FFN calls that at least one row entered. `tuned`: after "
+            "`tune_execution`, which stops routing in the layers where it does not pay "
+            f"({machine_of(result, 'bfloat16')}):"
+        ),
         "",
         *markdown_table(head, rows),
     ]
@@ -185,7 +198,10 @@ def targets() -> list[str]:
             ["shape", *head], [[shape, *row[:9]] for shape, row in zip(shapes, timed_rows(long))]
         ),
         "",
-        "Memory at 1 x 8,192 tokens, MiB above the weights: the peak of the prompt, and the KV cache.",
+        (
+            "Memory at 1 x 8,192 tokens, MiB above the weights: the peak of the prompt, and the KV "
+            "cache."
+        ),
         "",
         *markdown_table(
             ["routed", "peak, dense", "peak, routed", "KV, dense", "KV, routed"], memory
@@ -212,15 +228,19 @@ def compiled() -> list[str]:
             )
     head = ["case", "budget", "run full", "dense, ms", "compiled, ms", "eager", "compiled"]
     return [
-        "Eager and compiled by `torch.compile`, four layers at the width of Qwen2.5-0.5B; routed times over that of "
-        f"the compiled dense model ({machine_of(result, 'bfloat16')}):",
+        (
+            "Eager and compiled by `torch.compile`, four layers at the width of Qwen2.5-0.5B; "
+            "routed times over that of the compiled dense model "
+            f"({machine_of(result, 'bfloat16')}):"
+        ),
         "",
         *markdown_table(head, rows),
     ]
 
 
 def gathered(result: Any) -> float:
-    """The time over dense that `execution.costs` expects of the measured prompt, had its rows been gathered."""
+    """The time over dense that `execution.costs` expects of the measured prompt,
+    had its rows been gathered."""
     (prompt,) = (m for m in timed_cases(result) if m["case"] == "prefill")
     row, sizes = prompt["budgets"]["0.5"], SHAPES[prompt["setting"]["shape"]]
     rows = prompt["batch"] * prompt["length"] * row["full_ratio"]
@@ -239,8 +259,9 @@ def on_gpu() -> list[str]:
             masked = m["masked"].get(budget)
             rows.append([
                 f"{m['case']} {m['batch']} x {m['length']}, {m['setting']['depth']} layers", budget,
-                f"{row['full_ratio']:.2f}", f"{m['dense_ms']:.2f} ({m['dense_mode']})", with_error(row),
-                f"{masked['ratio']:.2f}" if masked else "", f"{row['flops_routed_over_dense']:.2f}",
+                f"{row['full_ratio']:.2f}", f"{m['dense_ms']:.2f} ({m['dense_mode']})",
+                with_error(row), f"{masked['ratio']:.2f}" if masked else "",
+                f"{row['flops_routed_over_dense']:.2f}",
             ])  # fmt: skip
     operations = [
         [
@@ -256,21 +277,26 @@ def on_gpu() -> list[str]:
     return [
         "### On a GPU",
         "",
-        f"{machine_of(result, 'bfloat16')}; the width of Llama-3-8B, all FFNs routed, routers in bfloat16; over the "
-        "fastest dense mode, of eager and, in decode, compiled with CUDA graphs. **Eager decoding takes "
-        f"{ratio:.1f} times the dense eager time** ({taken:.1f} ms against {dense:.1f}): launches are its time. So "
-        "eager steps run in full by default since; and prompts are gathered where the cost model of these results "
-        f"expects a gain: it predicts {gathered(result):.2f} for the prompt below, which has not been measured. Random "
-        "weights:",
+        (
+            f"{machine_of(result, 'bfloat16')}; the width of Llama-3-8B, all FFNs routed, routers "
+            "in bfloat16; over the fastest dense mode, of eager and, in decode, compiled with "
+            f"CUDA graphs. **Eager decoding takes {ratio:.1f} times the dense eager time** "
+            f"({taken:.1f} ms against {dense:.1f}): launches are its time. So eager steps run in "
+            "full by default since; and prompts are gathered where the cost model of these "
+            f"results expects a gain: it predicts {gathered(result):.2f} for the prompt below, "
+            "which has not been measured. Random weights:"
+        ),
         "",
         *markdown_table(
             ["case", "budget", "run full", "dense, ms", "time / dense", "masked", "FLOPs / dense"],
             rows,
         ),
         "",
-        "The row operators alone, over the dense operation; the shares are of rows that run, and of a matmul rate of "
-        f"{alone['peaks']['gflop_per_s']:,.0f} GFLOP/s. Those whose dense time is below 0.2 ms are left out: launches "
-        "decide there.",
+        (
+            "The row operators alone, over the dense operation; the shares are of rows that run, "
+            f"and of a matmul rate of {alone['peaks']['gflop_per_s']:,.0f} GFLOP/s. Those whose "
+            "dense time is below 0.2 ms are left out: launches decide there."
+        ),
         "",
         *markdown_table(["operation", "share", "dense, ms", "time / dense", "matmul"], operations),
     ]
@@ -283,24 +309,27 @@ def drafted() -> list[str]:
         best = max(case["table"], key=lambda row: row["speedup"])
         rows.append([
             name, f"{case['plain_tokens_per_second']:.0f}", str(best["budget"]),
-            ", ".join(map(str, best["drop"])) or "none",
-            str(best["num_tokens"]), f"{best['acceptance_rate']:.2f}", f"{best['tokens_per_pass']:.2f}",
+            ", ".join(map(str, best["drop"])) or "none", str(best["num_tokens"]),
+            f"{best['acceptance_rate']:.2f}", f"{best['tokens_per_pass']:.2f}",
             f"{best['tokens_per_pass'] / best['speedup']:.2f}", f"{best['speedup']:.2f}",
         ])  # fmt: skip
     head = [
-        "base", "tokens/s without", "draft's budget", "layers left out", "tokens ahead", "accepted", "tokens per pass",
-        "a pass costs, steps", "speed-up",
+        "base", "tokens/s without", "draft's budget", "layers left out", "tokens ahead", "accepted",
+        "tokens per pass", "a pass costs, steps", "speed-up",
     ]  # fmt: skip
     return [
-        "Lossless drafting, the best draft of each search, float32, greedy; every text is that of plain generation "
-        f"({result['machine']['device']}):",
+        (
+            "Lossless drafting, the best draft of each search, float32, greedy; every text is "
+            f"that of plain generation ({result['machine']['device']}):"
+        ),
         "",
         *markdown_table(head, rows),
     ]
 
 
 def study() -> Study:
-    """The speed recipe: time and eta at the shape of Qwen2.5-0.5B, training steps and their memory."""
+    """The speed recipe: time and eta at the shape of Qwen2.5-0.5B,
+    training steps and their memory."""
     results = [read(f"speed/{name}.json") for name in ("cpu", "cpu-decode", "cpu-float32")]
     timed = [m for result in results for m in timed_cases(result)]
     rows = [row for result in results for row in timed_rows(result)]
@@ -336,19 +365,23 @@ def study() -> Study:
     )
     _, _, eager = headlines.eager_decode(read("speed/h100.json"))
     brief = (
-        f"12 of 24 FFNs at budget 0.5, random weights, bfloat16, {threads} threads of {results[0]['machine']['device']}"
-        f" (no instructions for bfloat16): prefill takes {times[0]} of the dense time at {flops[0]} of the FLOPs, "
-        f"decode of 8 sequences {times[1]} at {flops[1]}; on {read('speed/h100.json')['machine']['device']} eager "
-        f"decode of 1 sequence takes {eager:.1f} times the dense eager time"
+        f"12 of 24 FFNs at budget 0.5, random weights, bfloat16, {threads} threads of "
+        f"{results[0]['machine']['device']} (no instructions for bfloat16): prefill takes "
+        f"{times[0]} of the dense time at {flops[0]} of the FLOPs, decode of 8 sequences "
+        f"{times[1]} at {flops[1]}; on {read('speed/h100.json')['machine']['device']} eager decode "
+        f"of 1 sequence takes {eager:.1f} times the dense eager time"
     )
     section = [
-        "Random weights at the shape of Qwen2.5-0.5B with a vocabulary of 32,000, "
-        f"{threads} CPU threads; machines are named with what a large product reaches. `eta` is the part of the "
-        "skipped arithmetic that shows on the clock; `free` is what it would be for a router that costs nothing, which "
-        "is below 1 where an FFN takes a smaller share of the time than of the arithmetic. `masked` is a "
-        "router of the same decisions that computes both paths. Medians of interleaved runs; with the adapter "
-        f"disabled, a case takes {min(disabled):.3f} to {max(disabled):.3f} of the base's time, at budget 1 "
-        f"{min(full):.3f} to {max(full):.3f}.",
+        (
+            f"Random weights at the shape of Qwen2.5-0.5B with a vocabulary of 32,000, {threads} "
+            "CPU threads; machines are named with what a large product reaches. `eta` is the part "
+            "of the skipped arithmetic that shows on the clock; `free` is what it would be for a "
+            "router that costs nothing, which is below 1 where an FFN takes a smaller share of "
+            "the time than of the arithmetic. `masked` is a router of the same decisions that "
+            "computes both paths. Medians of interleaved runs; with the adapter disabled, a case "
+            f"takes {min(disabled):.3f} to {max(disabled):.3f} of the base's time, at budget 1 "
+            f"{min(full):.3f} to {max(full):.3f}."
+        ),
         "",
         *markdown_table(head, rows),
         "",
@@ -368,8 +401,10 @@ def study() -> Study:
         "",
         *drafted(),
         "",
-        "A training step of routers in the last third of the layers takes, of a step of LoRA (rank 8, on the same "
-        f"layers' FFNs): {steps}. Above the weights, it needs {peaks} MB.",
+        (
+            "A training step of routers in the last third of the layers takes, of a step of LoRA "
+            f"(rank 8, on the same layers' FFNs): {steps}. Above the weights, it needs {peaks} MB."
+        ),
     ]
     command = "python recipes/speed/bench.py recipes/speed/cpu.yaml --threads 2"
     return Study("Speed at the shape of Qwen2.5-0.5B", "speed", command, brief, section)

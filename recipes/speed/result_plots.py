@@ -39,7 +39,8 @@ _ETAS = (
 
 
 def plot_result(folder: Path, result: Mapping[str, Any]) -> list[Path]:
-    """Draw what the result has: `times.png`, `eta.png`, `roofline.png`, `sweep.png`, `training.png`, `memory.png`.
+    """Draw what the result has: `times.png`, `eta.png`, `roofline.png`, `sweep.png`,
+    `training.png`, `memory.png`.
 
     Args:
         folder: Made if it is not there.
@@ -71,7 +72,8 @@ def plot_result(folder: Path, result: Mapping[str, Any]) -> list[Path]:
 
 
 def _rows(timed: Found) -> pd.DataFrame:
-    """A row for every budget of every measurement; nested values in columns such as `"masked.ratio"`."""
+    """A row for every budget of every measurement; nested values in columns such as
+    `"masked.ratio"`."""
     rows = [
         {"title": f"{title}, budget {budget}", "model": _model(m), "budget": budget}
         | {"eta": row.get("eta"), "error": row.get("ratio_error")}
@@ -156,7 +158,8 @@ def _roofline(rows: pd.DataFrame, peaks: Mapping[str, Any]) -> Figure | None:
 
 
 def _sweep(rows: pd.DataFrame) -> Figure | None:
-    """Speed-up over length, one line per batch and budget; where a case was measured at three lengths or more."""
+    """Speed-up over length, one line per batch and budget;
+    where a case was measured at three lengths or more."""
     lines = ["budget", "batch"]
     panels = [(*key, part) for key, part in rows.groupby(["case", "model"], sort=False)]
     panels = [panel for panel in panels if panel[2].groupby(lines).size().max() >= 3]

@@ -1,9 +1,10 @@
-"""Roofline: the FLOPs and bytes of a forward pass, and the least time that a machine needs for them.
+"""Roofline: the FLOPs and bytes of a forward pass, and the least time that a
+machine needs for them.
 
-Every part of a pass takes at least `max(bytes / bandwidth, FLOPs / matmul rate)`, and parts run one after the other.
-FLOPs are those of `hf_depthroute.evaluation.flops`. Bytes are every weight that is needed once per pass, the input and
-the output of every matrix product, the KV cache, and the logits. What can be fused (norms, activations, residual adds,
-the rotation) counts nothing.
+Every part of a pass takes at least `max(bytes / bandwidth, FLOPs / matmul rate)`, and parts run one
+after the other. FLOPs are those of `hf_depthroute.evaluation.flops`. Bytes are every weight that is
+needed once per pass, the input and the output of every matrix product, the KV cache, and the
+logits. What can be fused (norms, activations, residual adds, the rotation) counts nothing.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ class Peaks:
     """A machine's peak rates in one dtype.
 
     Attributes:
-        bytes_per_s: The higher rate of a copy (bytes read and written) and of a matrix-vector product (bytes read).
-        flops_per_s: What a linear map of as many rows as features reaches, 1,024 on CPUs and 8,192 on GPUs.
+        bytes_per_s: The higher rate of a copy (bytes read and written) and of a matrix-vector
+            product (bytes read).
+        flops_per_s: What a linear map of as many rows as features reaches, 1,024 on CPUs and 8,192
+            on GPUs.
     """
 
     bytes_per_s: float
@@ -83,7 +86,8 @@ class Work:
         return sum(max(self._times(part, peaks)) for part in self.flops)
 
     def summary(self, peaks: Peaks) -> dict[str, Any]:
-        """JSON-ready: totals, the least time, and which of the two binds for the larger part of it."""
+        """JSON-ready: totals, the least time, and which of the two binds for the
+        larger part of it."""
         times = [self._times(part, peaks) for part in self.flops]
         by_bytes = sum(moving for computing, moving in times if moving >= computing)
         seconds = self.seconds(peaks)
@@ -99,7 +103,8 @@ class Work:
 
 
 def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
-    """The machine's peaks, the best of a few runs each; measured once per process, dtype and number of threads."""
+    """The machine's peaks, the best of a few runs each; measured once per process,
+    dtype and number of threads."""
     return _measure_peaks(device, dtype, torch.get_num_threads())
 
 
@@ -141,16 +146,18 @@ def count_work(
     """The work of one forward pass.
 
     Args:
-        model: A `PeftModel` with an active depth-routed adapter, or any base model of a known family.
+        model: A `PeftModel` with an active depth-routed adapter, or any base model of a known
+            family.
         batch: Sequences.
         length: New tokens per sequence.
         cached: Tokens per sequence already in the KV cache.
         logits: Positions per sequence that go through the LM head.
-        shares: Per routed layer, the share of rows that run full and the share of passes in which any does, as from
-            `PassCounter.shares`. None: the dense model, without an adapter.
-        trained_from: Index of the first layer that trains. Then the work is that of a training step: one more time the
-            matrix products of this layer, of those after it and of the head (gradients of their inputs), and twice
-            the attention core; the gradients of the few trained weights count nothing.
+        shares: Per routed layer, the share of rows that run full and the share of passes in which
+            any does, as from `PassCounter.shares`. None: the dense model, without an adapter.
+        trained_from: Index of the first layer that trains. Then the work is that of a training
+            step: one more time the matrix products of this layer, of those after it and of the head
+            (gradients of their inputs), and twice the attention core; the gradients of the few
+            trained weights count nothing.
     """
     stack = stack_of(model)
     family, layers = stack.family, stack.layers
@@ -206,7 +213,8 @@ def _product(matrix: Matrix, tokens: int, rows: float, passes: float) -> tuple[f
 def _count_router(
     work: Work, routing: Routing, config: Any, tokens: int, length: int, cheap: float, again: float
 ) -> None:
-    """The gate and target memory on every token, the branch on the share `cheap`; weights are read on every pass."""
+    """The gate and target memory on every token, the branch on the share `cheap`;
+    weights are read on every pass."""
     name = routing.active_name()
     for group in (
         routing.depth_route_gate,
@@ -241,10 +249,11 @@ def _count_router(
 
 
 def add_roofline(measured: dict[str, Any], times: Times, shares: Shares, peaks: Peaks) -> None:
-    """Add to times of `measure_inference` what the machine needs at least, dense and at every budget.
+    """Add to times of `measure_inference` what the machine needs at least,
+    dense and at every budget.
 
-    `roofline` of the dense model; of each budget `roofline`, `roofline_routed_over_dense`, and `eta_roofline`: as
-    `eta`, with the ratio of the two least times instead of FLOPs.
+    `roofline` of the dense model; of each budget `roofline`, `roofline_routed_over_dense`, and
+    `eta_roofline`: as `eta`, with the ratio of the two least times instead of FLOPs.
     """
     variants, sizes = times.variants, times.case.pass_sizes()
     dense = count_work(variants.model, **sizes)
@@ -275,8 +284,8 @@ def roofline_rows(m: Mapping[str, Any]) -> Iterator[Row]:
     for variant, (taken, roof, row) in timed.items():
         etas = {name: row.get(name.replace(" ", "_")) for name in ("eta roofline", "eta free")}
         yield {
-            "case": short_label(m), "variant": variant, "GFLOP": f"{roof['gflop']:.1f}", "GB": f"{roof['gb']:.2f}",
-            "roofline ms": f"{roof['ideal_ms']:.2f}", "bound by": roof["bound"],
-            "roofline / time": f"{roof['ideal_ms'] / taken:.2f}",
+            "case": short_label(m), "variant": variant, "GFLOP": f"{roof['gflop']:.1f}",
+            "GB": f"{roof['gb']:.2f}", "roofline ms": f"{roof['ideal_ms']:.2f}",
+            "bound by": roof["bound"], "roofline / time": f"{roof['ideal_ms'] / taken:.2f}",
             **{name: "-" if eta is None else f"{eta:.2f}" for name, eta in etas.items()},
         }  # fmt: skip

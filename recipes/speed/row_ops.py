@@ -1,9 +1,11 @@
-"""The row operators, and gathering, alone, against the dense operation and against what the machine can do.
+"""The row operators, and gathering, alone, against the dense operation and against what
+the machine can do.
 
     python recipes/speed/row_ops.py --json recipes/speed/row_ops.json
 
-Sizes are those of Llama-3-8B. `bandwidth` and `matmul` are shares of the machine's own measured peaks: bytes that have
-to be read and written, and FLOPs of the chosen rows, over the time taken. `--small` tries the script out.
+Sizes are those of Llama-3-8B. `bandwidth` and `matmul` are shares of the machine's own measured
+peaks: bytes that have to be read and written, and FLOPs of the chosen rows, over the time taken.
+`--small` tries the script out.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def shares(rows: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Width, FFN width, query heads, key-value heads, head width, rows of the linear maps, (B, T, S) of attention."""
+    """Width, FFN width, query heads, key-value heads, head width, rows of the linear maps, (B, T,
+    S) of attention."""
 
     width: int = 4096
     ffn: int = 14336
@@ -53,7 +56,8 @@ SMALL = Sizes(64, 128, 4, 2, 16, (1, 8), ((2, 1, 32), (1, 16, 16)))
 
 @dataclass(frozen=True)
 class Work:
-    """An operation at one share of chosen rows: how to run it, the dense one beside it, and what it costs at least."""
+    """An operation at one share of chosen rows: how to run it, the dense one beside it,
+    and what it costs at least."""
 
     label: str
     share: float
@@ -94,8 +98,8 @@ def linear_maps(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[
                     item * (2 * rows * d + some * 3 * d * f + n * (d + 2 * f)), 6 * n * d * f,
                 ),
                 Work(
-                    f"gathered, {rows} rows", share,
-                    lambda x=x, mask=mask: gathered_update(x.clone()[None], x[None], mask[None], ffn, None),
+                    f"gathered, {rows} rows", share, lambda x=x,
+                    mask=mask: gathered_update(x.clone()[None], x[None], mask[None], ffn, None),
                     lambda x=x: x + ffn(x),
                     item * (2 * rows * d + some * 3 * d * f + n * (5 * d + 2 * f)), 6 * n * d * f,
                 ),
@@ -134,8 +138,8 @@ def attention(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Wo
             read = int(mask.any(1).sum()) * keys  # keys of the sequences in which somebody asks
             works.append(
                 Work(
-                    f"attend_rows, {batch} x {length} queries, {keys} keys", share,
-                    lambda q=q, k=k, v=v, mask=mask, past=past: attend_rows(q, k, v, mask, None, past, scaling),
+                    f"attend_rows, {batch} x {length} queries, {keys} keys", share, lambda q=q, k=k,
+                    v=v, mask=mask, past=past: attend_rows(q, k, v, mask, None, past, scaling),
                     dense,
                     item * sizes.head * ((n + batch * length) * sizes.heads + 2 * read * sizes.groups),
                     4 * seen * sizes.heads * sizes.head,
@@ -202,8 +206,8 @@ def main() -> None:
             row = measure(work, peaks, device, args.rounds)
             result["operations"].append(row)
             print(
-                f"{row['operation']:<46} share {row['share']:<5} {row['ms']:9.4f} ms, dense x {row['ratio']:<7} "
-                f"bandwidth {row['bandwidth']:.2f}, matmul {row['matmul']:.2f}",
+                f"{row['operation']:<46} share {row['share']:<5} {row['ms']:9.4f} ms, dense x "
+                f"{row['ratio']:<7} bandwidth {row['bandwidth']:.2f}, matmul {row['matmul']:.2f}",
                 flush=True,
             )
     args.json.write_text(json.dumps(result, indent=2) + "\n")

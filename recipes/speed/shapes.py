@@ -8,9 +8,10 @@ import torch
 import transformers
 from torch import nn
 
-# Speed does not depend on the values of the weights. The small released shapes have a vocabulary of 32,000, so that the
-# head, which no routing touches, does not hide the layers; `random_model(vocabulary=...)` sets another one. The last
-# two are the bases of `recipes/embedded_base`.
+# Speed does not depend on the values of the weights. The small released shapes have a vocabulary of
+# 32,000, so that the head, which no routing touches, does not hide the layers;
+# `random_model(vocabulary=...)` sets another one. The last two are the bases of
+# `recipes/embedded_base`.
 _FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
            "num_key_value_heads", "vocab_size", "tie_word_embeddings")  # fmt: skip
 _ROWS: dict[str, tuple[Any, ...]] = {
@@ -56,7 +57,8 @@ def random_model(
     if depth is not None:
         if not 1 <= depth <= sizes["num_hidden_layers"]:
             raise ValueError(
-                f"depth={depth}: {shape} has {sizes['num_hidden_layers']} layers; use 1 to that many"
+                f"depth={depth}: {shape} has {sizes['num_hidden_layers']} layers; use 1 to that "
+                "many"
             )
         sizes["num_hidden_layers"] = depth
     if vocabulary is not None:

@@ -1,6 +1,8 @@
-"""Benchmark suites: YAML files that list many cases of models with random weights, and the run of one.
+"""Benchmark suites: YAML files that list many cases of models with random weights,
+and the run of one.
 
-A file is a mapping. Keys other than `name` and `cases` are defaults of every case; `cases` is a list of mappings:
+A file is a mapping. Keys other than `name` and `cases` are defaults of every case; `cases` is a
+list of mappings:
 
     name: cpu
     shape: qwen2.5-0.5b
@@ -113,7 +115,10 @@ class SuiteCase(Case):
         depth = "" if self.depth is None else f" cut to {self.depth} layers"
         vocabulary = "" if self.vocabulary is None else f", vocabulary {self.vocabulary}"
         phases = "" if self.phases == "all" else f", phases {self.phases}"
-        return f"{self.sizes()}: {self.shape}{depth}{vocabulary} {self.dtype}, {self.target} of {layers}{phases}"
+        return (
+            f"{self.sizes()}: {self.shape}{depth}{vocabulary} {self.dtype}, {self.target} of "
+            f"{layers}{phases}"
+        )
 
     def sizes(self) -> str:
         if self.case == "load":
@@ -140,8 +145,9 @@ def read_suite(path: Path, **overrides: Any) -> tuple[str, list[SuiteCase]]:
 
     Args:
         path: The YAML file.
-        overrides: Fields of `SuiteCase` that hold for every case, whatever the file says; None leaves the file's. A
-            depth also shortens `layers: last:N` in proportion, where the file asks for the whole depth.
+        overrides: Fields of `SuiteCase` that hold for every case, whatever the file says; None
+            leaves the file's. A depth also shortens `layers: last:N` in proportion, where the file
+            asks for the whole depth.
 
     Raises:
         ValueError: The file cannot be used. The message is one line and names file, case and key.
@@ -214,7 +220,8 @@ def run_suite(
         progress: Called with one line per case.
 
     Returns:
-        A JSON-ready dict, as from `hf_depthroute.bench.run_cases`, with the machine's `peaks` (per dtype).
+        A JSON-ready dict, as from `hf_depthroute.bench.run_cases`, with the machine's `peaks` (per
+        dtype).
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     result = new_result(name, device)
@@ -243,7 +250,8 @@ def _measure(case: SuiteCase, base: Any, peaks: Peaks) -> dict[str, Any]:
         return measure_training(base, case.config(), loss=case.loss, peaks=peaks, **sizes)
     if case.case == "load":
         return measure_loading(base, case.config(), rounds=case.rounds)
-    # Copies of the modules around the same weights: the base itself stays as it is for the next case.
+    # Copies of the modules around the same weights: the base itself stays as it is for the next
+    # case.
     model = get_depth_routed_model(dense_view(base), case.config())
     device = next(base.parameters()).device
     if case.case != "memory" and wants_base_dtype(device, check_modes(case.baselines, device)):
@@ -275,7 +283,8 @@ def _measure(case: SuiteCase, base: Any, peaks: Peaks) -> dict[str, Any]:
 
 
 def _tuned_on(case: SuiteCase, input_ids: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
-    """The prompts that executors are chosen on, if they are, and whether for decoding steps after them."""
+    """The prompts that executors are chosen on, if they are,
+    and whether for decoding steps after them."""
     decodes = case.case == "decode"
     if not case.tune or case.case == "memory":
         return None, decodes

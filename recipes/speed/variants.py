@@ -1,8 +1,11 @@
 """Variants of a model that are timed beside those of `hf-depthroute bench`.
 
-* `without FFNs`: the base without the FFNs that are routed: what is left of its time when all of them are skipped.
-* `masked B`: the same decisions by a plain mask-after-compute router, which runs both paths for every token.
-* `tuned B`: every layer with the executor that `tune_execution` measured to be the fastest at this shape.
+* `without FFNs`: the base without the FFNs that are routed: what is left of its time when all of
+  them are skipped.
+* `masked B`: the same decisions by a plain mask-after-compute router, which runs both paths for
+  every token.
+* `tuned B`: every layer with the executor that `tune_execution` measured to be the fastest at this
+  shape.
 """
 
 from __future__ import annotations
@@ -28,13 +31,16 @@ Tuned = list[dict[tuple[str, bool, int], str]]  # by routed layer, the executors
 
 
 class SpeedVariants(Variants):
-    """`Variants`, with the mask-after-compute router, chosen executors, and the base without the FFNs that are routed.
+    """`Variants`, with the mask-after-compute router, chosen executors,
+    and the base without the FFNs that are routed.
 
     Args:
         model, base, budgets, input_ids: As for `Variants`.
         masked: Whether to include the mask-after-compute router.
-        tune: Prompts `[B, T]` to choose executors on, for the variant with tuned ones; None: without it.
-        decodes: Whether executors are chosen for decoding steps after the prompts, or for the prompts.
+        tune: Prompts `[B, T]` to choose executors on, for the variant with tuned ones; None:
+            without it.
+        decodes: Whether executors are chosen for decoding steps after the prompts, or for the
+            prompts.
     """
 
     def __init__(
@@ -123,9 +129,11 @@ def _without_ffns(base: nn.Module, routings: Sequence[Any]) -> Iterator[None]:
 
 
 def add_variants(measured: dict[str, Any], times: Times, shares: Shares) -> None:
-    """Add to times of `measure_inference` those of `SpeedVariants`: `without_ffns`, and `masked` and `tuned` by budget.
+    """Add to times of `measure_inference` those of `SpeedVariants`: `without_ffns`,
+    and `masked` and `tuned` by budget.
 
-    `eta_free` of a budget is that of a router that costs nothing and saves each skipped token's part of the FFNs' time.
+    `eta_free` of a budget is that of a router that costs nothing and saves each skipped token's
+    part of the FFNs' time.
     """
     variants = times.variants
     assert isinstance(variants, SpeedVariants)

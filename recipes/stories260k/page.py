@@ -10,7 +10,8 @@ from hf_depthroute.files.markdown import markdown_table
 
 
 def study() -> Study:
-    """The stories260k recipe at budget 0.5: learned gates, a random one, and FFNs left out, with the same branches."""
+    """The stories260k recipe at budget 0.5: learned gates, a random one, and FFNs left out,
+    with the same branches."""
     result = read("stories260k/results.json")
     at_budget = {
         (row["gate"], row["gate_input"], tuple(row["layers"]), row["rule"]): row
@@ -28,7 +29,8 @@ def study() -> Study:
     points.sort(reverse=True)
 
     def dropped(share: float) -> float:
-        """The loss of leaving FFNs out at a share of FFN calls, on straight lines between numbers of FFNs."""
+        """The loss of leaving FFNs out at a share of FFN calls,
+        on straight lines between numbers of FFNs."""
         (high, above), (low, below) = next(
             pair for pair in itertools.pairwise(points) if pair[1][0] <= share
         )
@@ -37,13 +39,15 @@ def study() -> Study:
     rows = []
     titles = {"mlp": "MLP", "jepa": "JEPA", "random": "random projection"}
     for gate, gate_input in (
-        ("mlp", "normed"), ("jepa", "normed"), ("mlp", "residual"), ("jepa", "residual"), ("random", "normed")
+        ("mlp", "normed"), ("jepa", "normed"), ("mlp", "residual"), ("jepa", "residual"),
+        ("random", "normed")
     ):  # fmt: skip
         topk, causal = (at_budget[gate, gate_input, routed, rule] for rule in ("topk", "threshold"))
         share = (2 + 3 * causal["full_ratio"]) / 5
         to_random = "" if gate == "random" else f"{causal['loss'] - random['loss']:+.3f}"
         rows.append([
-            f"{titles[gate]}, {gate_input}", f"{share:.2f}", f"{flops[gate, gate_input, routed]:.2f}",
+            f"{titles[gate]}, {gate_input}", f"{share:.2f}",
+            f"{flops[gate, gate_input, routed]:.2f}",
             *(f"{row['loss']:.3f} ({row['loss_min']:.3f} - {row['loss_max']:.3f})" for row in (topk, causal)),
             to_random, f"{causal['loss'] - dropped(share):+.3f}", str(causal["seeds"]),
         ])  # fmt: skip
@@ -59,21 +63,25 @@ def study() -> Study:
     to_drop = mlp["loss"] - dropped((2 + 3 * mlp["full_ratio"]) / 5)
     to_random = " and ".join(f"{row['loss'] - random['loss']:+.3f}" for row in residual)
     brief = (
-        f"FFNs of 3 of 5 layers at budget 0.5: loss {dense:.3f} dense, {mlp['loss']:.3f} with the MLP gate "
-        f"({to_drop:+.3f} to the least important FFNs left out at the same share), "
-        f"{random['loss']:.3f} with a random gate. Gates that "
-        f"read the residual stream end no lower than the random one ({to_random}); with the JEPA gate "
-        f"{flops['jepa', 'normed', routed]:.2f} of the dense FLOPs at this width, as its study counts them"
+        f"FFNs of 3 of 5 layers at budget 0.5: loss {dense:.3f} dense, {mlp['loss']:.3f} with the "
+        f"MLP gate ({to_drop:+.3f} to the least important FFNs left out at the same share), "
+        f"{random['loss']:.3f} with a random gate. Gates that read the residual stream end no "
+        f"lower than the random one ({to_random}); with the JEPA gate "
+        f"{flops['jepa', 'normed', routed]:.2f} of the dense FLOPs at this width, as its study "
+        "counts them"
     )
     section = [
-        "A real pretrained Llama of 260,000 parameters and width 64, FFNs of "
-        "layers 2-4 of 5 routed at budget 0.5. Learned gates stand beside a frozen random one and beside the least "
-        "important FFNs left out for every token, all with branches of rank 8 trained for 800 steps of 16 x 256 "
-        f"tokens. Validation loss in nats, mean over seeds (lowest - highest); dense: {dense:.3f}. The two differences "
-        "are those of the causal threshold's loss: to random routing, and to leaving these FFNs out at the same share "
-        "of FFN calls. FLOPs are counted with the routers: at this width the JEPA gate costs more than it saves. What "
-        "the branches are worth: random routing without any ends at "
-        f"{result['random_routing_without_branch']:.3f}.",
+        (
+            "A real pretrained Llama of 260,000 parameters and width 64, FFNs of layers 2-4 of 5 "
+            "routed at budget 0.5. Learned gates stand beside a frozen random one and beside the "
+            "least important FFNs left out for every token, all with branches of rank 8 trained "
+            "for 800 steps of 16 x 256 tokens. Validation loss in nats, mean over seeds (lowest - "
+            f"highest); dense: {dense:.3f}. The two differences are those of the causal "
+            "threshold's loss: to random routing, and to leaving these FFNs out at the same share "
+            "of FFN calls. FLOPs are counted with the routers: at this width the JEPA gate costs "
+            "more than it saves. What the branches are worth: random routing without any ends at "
+            f"{result['random_routing_without_branch']:.3f}."
+        ),
         "",
         *markdown_table(
             [

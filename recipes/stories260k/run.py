@@ -1,10 +1,12 @@
-"""Route a real pretrained Llama that this project did not train, and compare gates with routing that learns nothing.
+"""Route a real pretrained Llama that this project did not train,
+and compare gates with routing that learns nothing.
 
     python recipes/stories260k/run.py --seeds 0 1 2
 
-Base and text are the folder `../shared/data` beside the project (`--data` to point elsewhere). Every run is the command
-line's own `train` and `eval`, in a process of its own; three to four minutes each on one shared CPU core. A run that
-`--out` holds already is not repeated, so the recipe continues where it was stopped.
+Base and text are the folder `../shared/data` beside the project (`--data` to point elsewhere).
+Every run is the command line's own `train` and `eval`, in a process of its own; three to four
+minutes each on one shared CPU core. A run that `--out` holds already is not repeated, so the recipe
+continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ CASE = ("gate", "gate_input", "layers")  # what tells cases apart
 
 
 def cases(importance: dict[int, float]) -> list[dict[str, Any]]:
-    """Learned gates, random projections, and FFNs left out for every token: all with the same branches and steps."""
+    """Learned gates, random projections, and FFNs left out for every token:
+    all with the same branches and steps."""
     from hf_depthroute.inference.importance import least_important
 
     routed = [
@@ -61,12 +64,14 @@ def train_and_eval(data: Path, folder: Path, case: dict[str, Any], seed: int) ->
     result = adapter.with_suffix(".json")
     base, text = data / "stories260k", data / "stories.txt"
     command(
-        "train", "--config", HERE / "train.yaml", "--model", base, "--dataset", text, "--gate", case["gate"],
-        "--gate-input", case["gate_input"], "--layers", layers, "--seed", seed, "--out", adapter,
+        "train", "--config", HERE / "train.yaml", "--model", base, "--dataset", text, "--gate",
+        case["gate"], "--gate-input", case["gate_input"], "--layers", layers, "--seed", seed,
+        "--out", adapter,
     )  # fmt: skip
     command(
-        "eval", "--model", base, "--adapter", adapter, "--dataset", text, "--split", "train[90%:]", "--length", 256,
-        "--batch-size", 32, "--blocks", 1000, "--budgets", "0.25,0.5,0.75", "--json", result,
+        "eval", "--model", base, "--adapter", adapter, "--dataset", text, "--split", "train[90%:]",
+        "--length", 256, "--batch-size", 32, "--blocks", 1000, "--budgets", "0.25,0.5,0.75",
+        "--json", result,
     )  # fmt: skip
     return {**case, "seed": seed, "rows": json.loads(result.read_text())["rows"]}
 
@@ -87,7 +92,8 @@ def load(data: Path, split: str) -> tuple[Any, Any]:
 
 
 def ffn_importance(data: Path) -> dict[int, float]:
-    """One minus the cosine of the stream before and after each layer's FFN, on 64 blocks of training text."""
+    """One minus the cosine of the stream before and after each layer's FFN,
+    on 64 blocks of training text."""
     from hf_depthroute.inference.importance import layer_importance
 
     base, blocks = load(data, "train[:90%]")
@@ -108,7 +114,8 @@ def flops_over_dense(data: Path, case: dict[str, Any]) -> float:
 
 
 def random_routing_loss(data: Path) -> float:
-    """Loss when a random half of the tokens skips the FFN of the routed layers and nothing takes its place."""
+    """Loss when a random half of the tokens skips the FFN of the routed layers and nothing
+    takes its place."""
     import torch
 
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes
@@ -137,9 +144,10 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for position, row in enumerate(mine[0]["rows"]):
             losses = [run["rows"][position]["loss"] for run in mine]
             rows.append({
-                **{name: mine[0][name] for name in CASE}, "rule": row["rule"], "budget": row["budget"],
-                "loss": round(statistics.mean(losses), 4),
-                "loss_min": round(min(losses), 4), "loss_max": round(max(losses), 4), "seeds": len(losses),
+                **{name: mine[0][name] for name in CASE}, "rule": row["rule"],
+                "budget": row["budget"], "loss": round(statistics.mean(losses), 4),
+                "loss_min": round(min(losses), 4), "loss_max": round(max(losses), 4),
+                "seeds": len(losses),
                 "full_ratio": round(statistics.mean(run["rows"][position]["full_ratio"] for run in mine), 4),
             })  # fmt: skip
     return rows

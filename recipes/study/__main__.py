@@ -1,4 +1,5 @@
-"""Studies: many short training runs over configs and seeds, from one YAML file, and the table of what came out.
+"""Studies: many short training runs over configs and seeds, from one YAML file,
+and the table of what came out.
 
 python recipes/study run recipes/aux_losses/long.yaml --out OUT --jobs 2
 python recipes/study report OUT
@@ -47,7 +48,9 @@ class RunOptions:
         int | None,
         typer.Option(
             min=2,
-            help="Steps of every run instead of the file's, such as 20 to try a study. Default: its.",
+            help=(
+                "Steps of every run instead of the file's, such as 20 to try a study. Default: its."
+            ),
         ),
     ] = None
     trust_remote_code: o.TrustRemoteCode = False
@@ -59,8 +62,9 @@ class RunOptions:
 def run(options: RunOptions) -> None:
     """Train and measure every config with every seed.
 
-    Runs say on stderr how far they are. Complete runs are never repeated, and results of other code, data, base or
-    settings are never mixed: such a folder is refused. Configs and seeds can be added to a study later.
+    Runs say on stderr how far they are. Complete runs are never repeated, and results of other
+    code, data, base or settings are never mixed: such a folder is refused. Configs and seeds can be
+    added to a study later.
 
     \b
     Example:
@@ -99,10 +103,11 @@ class ReportOptions:
 @app.command("report")
 @o.command
 def report(options: ReportOptions) -> None:
-    """Write the plain table of a study: steps, tokens, and losses over the seeds with their standard error.
+    """Write the plain table of a study: steps, tokens,
+    and losses over the seeds with their standard error.
 
-    report.md has the table, results.csv every measured number, and results.json every run; a folder with only
-    results.json is enough to write them again.
+    report.md has the table, results.csv every measured number, and results.json every run; a folder
+    with only results.json is enough to write them again.
     """
     folder = options.out or options.study / "report"
     if folder.exists() and not folder.is_dir():

@@ -1,4 +1,5 @@
-"""The token blocks of a study: prepared once, kept in its folder, and handed to every run in the same order.
+"""The token blocks of a study: prepared once, kept in its folder,
+and handed to every run in the same order.
 
 Shapes: N training blocks, M validation blocks, T tokens in a block.
 """
@@ -43,7 +44,8 @@ class Blocks:
         length, positions = self.train.shape[1], getattr(config, "max_position_embeddings", None)
         if positions is not None and length > positions:
             raise DataError(
-                f"blocks of {length} tokens: the model has {positions} positions; use a shorter length"
+                f"blocks of {length} tokens: the model has {positions} positions; use a shorter "
+                "length"
             )
         for part in (self.train, self.validation):
             if part.min() < 0 or part.max() >= config.vocab_size:
@@ -83,7 +85,8 @@ def prepare_blocks(data: dict[str, Any], source: str, base: str, verbose: bool =
 
 
 def read_blocks(path: Path) -> Blocks:
-    """The blocks of a safetensors file with the integer tensors `train` `[N, T]` and `validation` `[M, T]`.
+    """The blocks of a safetensors file with the integer tensors `train` `[N, T]` and
+    `validation` `[M, T]`.
 
     Raises:
         DataError: The file cannot be read, or holds something else.
@@ -106,7 +109,8 @@ def read_blocks(path: Path) -> Blocks:
             or value.shape[1] < 2
         ):
             raise DataError(
-                f"blocks {path}: {name} must be an integer tensor of blocks by tokens, at least 1 by 2"
+                f"blocks {path}: {name} must be an integer tensor of blocks by tokens, at least 1 "
+                "by 2"
             )
     if tensors["train"].shape[1] != tensors["validation"].shape[1]:
         raise DataError(f"blocks {path}: train and validation blocks have different lengths")
@@ -126,7 +130,8 @@ def to_batches(
 
 
 def draw_order(blocks: int, wanted: int, seed: int) -> torch.Tensor:
-    """Which of `blocks` training blocks come when, `[wanted]`: epoch after epoch, each in a random order.
+    """Which of `blocks` training blocks come when, `[wanted]`: epoch after epoch,
+    each in a random order.
 
     It depends on the seed alone, and a longer run begins like a shorter one.
     """

@@ -1,4 +1,5 @@
-"""Claims of papers as rows of one table: what is claimed, what came out here, and one of four states.
+"""Claims of papers as rows of one table: what is claimed, what came out here,
+and one of four states.
 
 * agrees, disagrees: the whole interval lies on the claimed side, or on the other one
 * open: neither; the reason says why
@@ -40,7 +41,8 @@ class Judged:
     def __post_init__(self) -> None:
         if self.state not in STATES:
             raise ValueError(
-                f"state {self.state!r} of the claim {self.claim!r} must be one of {', '.join(STATES)}"
+                f"state {self.state!r} of the claim {self.claim!r} must be one of "
+                f"{', '.join(STATES)}"
             )
 
     @property
@@ -67,7 +69,8 @@ def judge(
 
 
 def why_open(state: str, alone: str, seeds: int, statements: int) -> str:
-    """The reason of an open state, from the answers of both intervals; empty for every other state."""
+    """The reason of an open state, from the answers of both intervals;
+    empty for every other state."""
     if state != OPEN:
         return ""
     if seeds < MIN_SEEDS:
@@ -82,9 +85,11 @@ def cannot_decide(seeds: int) -> str:
 
 
 def set_against(state: str, reason: str, elsewhere: str) -> tuple[str, str]:
-    """State and reason of a statement about a paper's models, where the runs are of another regime (`elsewhere`).
+    """State and reason of a statement about a paper's models,
+    where the runs are of another regime (`elsewhere`).
 
-    One rule for both directions: neither what agrees nor what disagrees in another regime says how the claim fares.
+    One rule for both directions: neither what agrees nor what disagrees in another regime says how
+    the claim fares.
     """
     if not elsewhere or state == OPEN:
         return state, reason

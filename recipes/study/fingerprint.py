@@ -1,4 +1,5 @@
-"""Hashes of everything that a study's results depend on; they are compared before a study is continued."""
+"""Hashes of everything that a study's results depend on;
+they are compared before a study is continued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The study file: read strictly, its keys, types and ranges checked, and expanded into one `RunSpec` per run."""
+"""The study file: read strictly, its keys, types and ranges checked,
+and expanded into one `RunSpec` per run."""
 
 from __future__ import annotations
 
@@ -25,13 +26,15 @@ from hf_depthroute.training.trainer import DepthRouteTrainingArguments, RoutingA
 Schema = dict[str, tuple[Any, float | None]]  # key -> type, lowest value
 
 STUDY: Schema = {
-    "name": (str, None), "base": (str, None), "data": (dict, None), "steps": (int, 2), "batch_size": (int, 1),
-    "eval_every": (int, 1), "seeds": (list[int], 0), "thresholds": (list[float], 0), "margin": (float, 0),
-    "preset": (str, None), "adapter": (dict, None), "training": (dict, None), "configs": (list[str], None),
+    "name": (str, None), "base": (str, None), "data": (dict, None), "steps": (int, 2),
+    "batch_size": (int, 1), "eval_every": (int, 1), "seeds": (list[int], 0),
+    "thresholds": (list[float], 0), "margin": (float, 0), "preset": (str, None),
+    "adapter": (dict, None), "training": (dict, None), "configs": (list[str], None),
 }  # fmt: skip
 CONFIG: Schema = {
     "label": (str, None), "about": (str, None), "preset": (str, None), "adapter": (dict, None),
-    "training": (dict, None), "steps": (int, 2), "joint": (bool, None), "iso_compute": (dict[str, str], None),
+    "training": (dict, None), "steps": (int, 2), "joint": (bool, None),
+    "iso_compute": (dict[str, str], None),
 }  # fmt: skip
 BLOCKS: Schema = {"blocks": (str, None)}
 DATASET: Schema = {
@@ -41,17 +44,18 @@ DATASET: Schema = {
 
 _WORDS: dict[Any, str] = {
     str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a mapping",
-    list[int]: "a list of integers", list[float]: "a list of numbers", list[str]: "a list of file names",
-    dict[str, str]: "a mapping of names to names",
+    list[int]: "a list of integers", list[float]: "a list of numbers",
+    list[str]: "a list of file names", dict[str, str]: "a mapping of names to names",
 }  # fmt: skip
 
-# What a config may set. The runner owns the rest: seeds, steps, the order of the data, and what is written.
+# What a config may set. The runner owns the rest: seeds, steps, the order of the data, and what is
+# written.
 ADAPTER_FIELDS = {f.name for f in dataclasses.fields(RoutingFields)} - {"modules_to_save", "seed"}
 ADAPTER_FIELDS |= {"gate_module", "gate_package"}
 TRAINING_FIELDS = {f.name for f in dataclasses.fields(RoutingArguments)} | {
-    "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "gradient_accumulation_steps", "gradient_checkpointing",
-    "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "optim", "warmup_steps",
-    "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "gradient_accumulation_steps",
+    "gradient_checkpointing", "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type",
+    "max_grad_norm", "optim", "warmup_steps", "weight_decay",
 }  # fmt: skip
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # it becomes a folder
@@ -68,8 +72,8 @@ class RunSpec:
         adapter: Fields of `DepthRouteConfig`.
         training: Fields of `DepthRouteTrainingArguments`.
         joint: Whether the base model trains too.
-        iso_compute: `{"same_time_as": config, "steps_of": config}`: as many steps of the second config as fit in the
-            time of the first one, by a measured ratio of their steps.
+        iso_compute: `{"same_time_as": config, "steps_of": config}`: as many steps of the second
+            config as fit in the time of the first one, by a measured ratio of their steps.
     """
 
     config: str
@@ -89,17 +93,19 @@ class RunSpec:
         return DepthRouteConfig(**self.adapter, seed=self.seed)
 
     def training_arguments(self, batch_size: int, folder: Path) -> DepthRouteTrainingArguments:
-        """The Trainer's arguments: every step logged, nothing saved, blocks in the order of the data set.
+        """The Trainer's arguments: every step logged, nothing saved,
+        blocks in the order of the data set.
 
         Raises:
             ConfigError: A value cannot be used.
         """
         gpu = torch.cuda.is_available()
         fixed: dict[str, Any] = {
-            "output_dir": str(folder), "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
-            "max_steps": self.steps or 1, "per_device_train_batch_size": batch_size, "use_cpu": not gpu,
-            "seed": self.seed, "data_seed": self.seed, "train_sampling_strategy": "sequential",
-            "logging_steps": 1, "logging_nan_inf_filter": False, "dataloader_pin_memory": gpu,
+            "output_dir": str(folder), "save_strategy": "no", "report_to": "none",
+            "disable_tqdm": True, "max_steps": self.steps or 1,
+            "per_device_train_batch_size": batch_size, "use_cpu": not gpu, "seed": self.seed,
+            "data_seed": self.seed, "train_sampling_strategy": "sequential", "logging_steps": 1,
+            "logging_nan_inf_filter": False, "dataloader_pin_memory": gpu,
         }  # fmt: skip
         try:
             arguments = DepthRouteTrainingArguments(**self.training, **fixed)
@@ -181,7 +187,8 @@ class Study:
         ]
 
     def resolve(self, path: str) -> str:
-        """A path of the study file as it is found from here; what is nothing there is a name on the Hub."""
+        """A path of the study file as it is found from here;
+        what is nothing there is a name on the Hub."""
         return str(self.folder / path) if (self.folder / path).exists() else path
 
 
@@ -190,12 +197,13 @@ def read_study(path: Path, steps: int | None = None) -> Study:
 
     Args:
         path: The study file.
-        steps: Optimizer steps instead of the file's, at least 2. The steps that configs name themselves change by the
-            same factor, and `eval_every` falls to half of the steps where it is more.
+        steps: Optimizer steps instead of the file's, at least 2. The steps that configs name
+            themselves change by the same factor, and `eval_every` falls to half of the steps where
+            it is more.
 
     Raises:
-        ConfigError: A file cannot be read, is no mapping, repeats a key, or has an unknown key or a value that cannot
-            be used. The message is one line.
+        ConfigError: A file cannot be read, is no mapping, repeats a key, or has an unknown key or a
+            value that cannot be used. The message is one line.
     """
     content = read_yaml(path)
     check_fields(str(path), content, STUDY)
@@ -284,7 +292,8 @@ def _read_config(path: Path, study: dict[str, Any], factor: float) -> StudyConfi
 
 
 def _merged(part: str, *contents: dict[str, Any]) -> dict[str, Any]:
-    """`adapter` or `training` of several files, later ones over earlier ones; a file's fields over its own preset."""
+    """`adapter` or `training` of several files, later ones over earlier ones;
+    a file's fields over its own preset."""
     merged: dict[str, Any] = {}
     for content in contents:
         if "preset" in content:
@@ -296,8 +305,8 @@ def _merged(part: str, *contents: dict[str, Any]) -> dict[str, Any]:
 def check_fields(where: str, content: dict[str, Any], schema: Schema) -> None:
     """Raise `ConfigError` at the first key that `schema` does not know, or value that does not fit.
 
-    `DepthRouteConfig` and `DepthRouteTrainingArguments` check the ranges of their own fields; the latter's types are
-    checked here.
+    `DepthRouteConfig` and `DepthRouteTrainingArguments` check the ranges of their own fields; the
+    latter's types are checked here.
     """
     for key, value in content.items():
         if key not in schema:

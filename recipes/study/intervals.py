@@ -1,7 +1,8 @@
 """Means over seeds with an interval of Student's t, and what they say to a statement.
 
-Every difference has two intervals: one that holds with 95 % for all statements of a table together (Bonferroni), which
-decides, and one that holds with 95 % for this statement alone, which is shown next to it.
+Every difference has two intervals: one that holds with 95 % for all statements of a table together
+(Bonferroni), which decides, and one that holds with 95 % for this statement alone, which is shown
+next to it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ EVERYWHERE = (-math.inf, math.inf)
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean over the seeds and the intervals around it, which are unbounded with fewer than `MIN_SEEDS`.
+    """Mean over the seeds and the intervals around it,
+    which are unbounded with fewer than `MIN_SEEDS`.
 
     Attributes:
         seeds: Their number.
@@ -71,7 +73,8 @@ def tell_mean(values: Iterable[float], digits: int = 3, sign: str = "") -> str:
 
 
 def interval(numbers: Sequence[float], statements: int = 1) -> Interval:
-    """The intervals around the mean of one number per seed, one of them for `statements` such intervals together."""
+    """The intervals around the mean of one number per seed,
+    one of them for `statements` such intervals together."""
     if len(numbers) < MIN_SEEDS:
         return Interval(len(numbers), statistics.fmean(numbers) if numbers else 0.0, *EVERYWHERE)
     from scipy.stats import t as student
@@ -90,8 +93,8 @@ def answer(found: Interval, expected: str, margin: float = 0.0) -> str:
 
     Args:
         found: The difference.
-        expected: `"lower"`, `"higher"`, `"equal"` (within the margin; outside of it is the opposite) or `"not higher"`
-            (than the margin).
+        expected: `"lower"`, `"higher"`, `"equal"` (within the margin; outside of it is the
+            opposite) or `"not higher"` (than the margin).
         margin: What counts as equal.
     """
     if expected == "equal":

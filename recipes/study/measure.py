@@ -45,9 +45,11 @@ def measure(
     rule: str,
     rows: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The part of `summary.json` that is measured on the trained `PeftModel`, which ends up calibrated.
+    """The part of `summary.json` that is measured on the trained `PeftModel`,
+    which ends up calibrated.
 
-    `rule` is what the validation losses were evaluated with, `"topk"` or `"threshold"`; `rows` are `metrics.jsonl`.
+    `rule` is what the validation losses were evaluated with, `"topk"` or `"threshold"`; `rows` are
+    `metrics.jsonl`.
     """
     # Without the autocast that the Trainer wraps around a model's forward.
     inner = model.get_base_model()
@@ -106,7 +108,8 @@ def losses_and_targets(model: Any, batches: Batches) -> tuple[torch.Tensor, torc
 def compare_with_oracle(
     model: Any, batches: Batches, forked: Batches, window: int, gamma: float
 ) -> dict[int, dict[str, Any]]:
-    """Per layer: how well `p` tells which tokens gain from the full path, and the bias of layer-wide forks.
+    """Per layer: how well `p` tells which tokens gain from the full path,
+    and the bias of layer-wide forks.
 
     In float32: the utilities are differences of losses, small against what rounding does to them.
     """
@@ -150,7 +153,8 @@ def compare_with_oracle(
 
 
 def cost_of(model: Any, arguments: DepthRouteTrainingArguments) -> dict[str, float]:
-    """Inference and training cost in units of one full FFN on one token, mean over the routed layers."""
+    """Inference and training cost in units of one full FFN on one token,
+    mean over the routed layers."""
     routings = routings_of(model)
     full, none = (
         dict.fromkeys((routing.layer_index for routing in routings), share) for share in (1.0, 0.0)

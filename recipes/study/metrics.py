@@ -1,6 +1,7 @@
 """Metrics of a run, as functions of its records. Nothing here runs a model.
 
-"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study"
+(arXiv:2604.17228).
 
 Shapes: N tokens, C routed layers.
 """
@@ -17,7 +18,8 @@ Evaluations = Sequence[tuple[int, float]]  # step, validation loss
 
 
 def window_average(evaluations: Evaluations, last_step: float) -> float | None:
-    """Mean of the validation losses at steps above 0, up to `last_step`; None when there is none."""
+    """Mean of the validation losses at steps above 0, up to `last_step`;
+    None when there is none."""
     losses = [loss for step, loss in evaluations if 0 < step <= last_step]
     return statistics.fmean(losses) if losses else None
 
@@ -28,7 +30,8 @@ def best_of(evaluations: Evaluations) -> tuple[int, float]:
 
 
 def first_hits(evaluations: Evaluations, thresholds: Iterable[float]) -> dict[str, int | None]:
-    """The first evaluated step whose loss is at or under each threshold, or None, by the threshold as printed."""
+    """The first evaluated step whose loss is at or under each threshold, or None,
+    by the threshold as printed."""
     return {
         str(t): next((step for step, loss in evaluations if loss <= t), None) for t in thresholds
     }
@@ -47,7 +50,8 @@ def tail_means(rows: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str
 
 
 def oracle_auc(probs: torch.Tensor, utility: torch.Tensor) -> float | None:
-    """ROC-AUC of the gate's `p` against `1[utility > 0]`, both `[N]`; None when all tokens have the same label.
+    """ROC-AUC of the gate's `p` against `1[utility > 0]`, both `[N]`;
+    None when all tokens have the same label.
 
     One half says that the gate knows nothing of which tokens gain from the full path.
     """
@@ -60,11 +64,12 @@ def oracle_auc(probs: torch.Tensor, utility: torch.Tensor) -> float | None:
 
 
 def fork_bias(layer_wide: torch.Tensor, exact: torch.Tensor) -> dict[str, float | None]:
-    """How the utility of a fork of all positions at once differs from that of one position alone; both `[N]`.
+    """How the utility of a fork of all positions at once differs from that of one position
+    alone; both `[N]`.
 
     Returns:
-        `correlation` (Pearson's; None when either is constant), `sign_agreement` (share of tokens with the same sign),
-        `mean_layer_wide` and `mean_exact`.
+        `correlation` (Pearson's; None when either is constant), `sign_agreement` (share of tokens
+        with the same sign), `mean_layer_wide` and `mean_exact`.
     """
     a, b = layer_wide.double().flatten().cpu(), exact.double().flatten().cpu()
     spread = float(a.std() * b.std()) if len(a) > 1 else 0.0
@@ -78,7 +83,10 @@ def fork_bias(layer_wide: torch.Tensor, exact: torch.Tensor) -> dict[str, float 
 
 
 def frequent_types(train: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """The fewest token types that make up half of the training tokens: bool `[vocabulary]`. Ties: lowest id."""
+    """The fewest token types that make up half of the training tokens: bool `[vocabulary]`.
+
+    Ties: lowest id.
+    """
     counts = torch.bincount(train.flatten().long(), minlength=vocabulary)
     order = counts.argsort(descending=True, stable=True)
     before = counts[order].cumsum(0) - counts[order]  # tokens of more frequent types
@@ -90,7 +98,10 @@ def frequent_types(train: torch.Tensor, vocabulary: int) -> torch.Tensor:
 def split_loss(
     losses: torch.Tensor, targets: torch.Tensor, frequent: torch.Tensor
 ) -> tuple[float | None, float | None]:
-    """Mean loss over frequent and over rare target tokens; `losses` and `targets` are `[N]`. None without a token."""
+    """Mean loss over frequent and over rare target tokens; `losses` and `targets` are `[N]`.
+
+    None without a token.
+    """
     is_frequent = frequent[targets.cpu()]
     values = losses.double().cpu()
     means = [
@@ -110,24 +121,27 @@ def training_ffn_ratio(
     distilled: bool = False,
     targets: float = 0.0,
 ) -> float:
-    """Cost of a training step in the paper's accounting: full FFNs per token, mean over the C routed layers.
+    """Cost of a training step in the paper's accounting: full FFNs per token,
+    mean over the C routed layers.
 
-    The paper also counts the target projection of the JEPA loss; studies leave it out (`targets` 0).
+    The paper also counts the target projection of the JEPA loss; studies leave it out (`targets`
+    0).
 
-    With `b = branch/FFN`, `g = gate/FFN` and `s = rho + (1 - rho) b + g`, the cost of one layer on one stream that
-    follows the gate:
+    With `b = branch/FFN`, `g = gate/FFN` and `s = rho + (1 - rho) b + g`, the cost of one layer on
+    one stream that follows the gate:
 
-        1 + b + g                                                   every step: both paths, and the gate
-        + [C + C b + C(C-1)/2] / C / interval                       oracle "all_full"
-        + [C (1 + b + g) + C(C-1) s] / C / interval                 oracle "on_policy"
-        + [C (1 + b + g) + (C-1) s] / C / cgs_interval              counterfactual gate supervision
-        + 1                                                         distillation: the dense teacher
-        + targets                                                   target projection of both paths
+        1 + b + g                                                   every step: both paths, and the
+        gate + [C + C b + C(C-1)/2] / C / interval                       oracle "all_full" + [C (1 +
+        b + g) + C(C-1) s] / C / interval                 oracle "on_policy" + [C (1 + b + g) +
+        (C-1) s] / C / cgs_interval              counterfactual gate supervision + 1
+        distillation: the dense teacher + targets
+        target projection of both paths
 
-    A refresh of `"all_full"` labels runs one trunk with every layer full, which is also every layer's full fork, and
-    one cheap fork per layer, which runs full in all later layers: `C(C-1)/2` of them. `"on_policy"` needs both paths on
-    the trunk, and two forks per layer that follow the gate later. Gate supervision is the same for one layer, the mean
-    over which is taken. Warm-ups without labels are not counted.
+    A refresh of `"all_full"` labels runs one trunk with every layer full, which is also every
+    layer's full fork, and one cheap fork per layer, which runs full in all later layers: `C(C-1)/2`
+    of them. `"on_policy"` needs both paths on the trunk, and two forks per layer that follow the
+    gate later. Gate supervision is the same for one layer, the mean over which is taken. Warm-ups
+    without labels are not counted.
 
     Args:
         layers: `C`.

@@ -17,7 +17,8 @@ from hf_depthroute.training.oracle import prefix_utility
 def refresh_cost(
     model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str = "all_full", rounds: int = 5
 ) -> float:
-    """Time of one refresh of the labels over the time of one plain forward pass: medians of interleaved runs."""
+    """Time of one refresh of the labels over the time of one plain forward pass:
+    medians of interleaved runs."""
     seconds: dict[str, list[float]] = {"forward": [], "refresh": []}
     wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     inputs = next(model_inputs(model, batch))

@@ -1,5 +1,6 @@
-"""Reader of the files of a study, as one structure that fits in a small `results.json`: `study.json`, and
-`runs/CONFIG/SEED/` with `summary.json` (its presence means that the run is complete), `eval.jsonl` and `metrics.jsonl`.
+"""Reader of the files of a study, as one structure that fits in a small `results.json`:
+`study.json`, and `runs/CONFIG/SEED/` with `summary.json` (its presence means that the run is
+complete), `eval.jsonl` and `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Run:
     Attributes:
         summary: `summary.json`; numbers that are not finite are None.
         eval: `step` and `lm_loss`, equally long.
-        training: `step`, `grad_norm`, `loss_lm` and `gate_prob` (mean over the layers), averaged in windows of steps.
+        training: `step`, `grad_norm`, `loss_lm` and `gate_prob` (mean over the layers), averaged in
+            windows of steps.
     """
 
     summary: Mapping[str, Any]
@@ -49,7 +51,8 @@ class StudyRuns:
     Attributes:
         info: `study.json`.
         runs: Per config and seed.
-        unfinished: Per config and seed, the last step in `metrics.jsonl` of a run that has no summary.
+        unfinished: Per config and seed, the last step in `metrics.jsonl` of a run that has no
+            summary.
     """
 
     info: Mapping[str, Any]
@@ -104,13 +107,15 @@ def read_results(folder: Path) -> StudyRuns:
     if not study.runs:
         total = len(study.names) * len(study.seeds)
         raise ResultsError(
-            f"{path}: none of the {total} runs is finished; finish one with `python recipes/study run`"
+            f"{path}: none of the {total} runs is finished; finish one with `python recipes/study "
+            "run`"
         )
     return study
 
 
 def dump_results(study: StudyRuns) -> str:
-    """The text of `results.json`, one line per run, so that a rerun shows up as a small difference."""
+    """The text of `results.json`, one line per run, so that a rerun shows up as a
+    small difference."""
     lines = ["{", f' "format": {json.dumps(FORMAT)},', f' "study": {_dump(study.info)},']
     lines += [f' "unfinished": {_dump(study.unfinished)},', ' "runs": [']
     entries = [
@@ -227,7 +232,8 @@ def _read_run(folder: Path) -> Run:
 
 
 def _windows(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | int | None]]:
-    """Averages over at most `WINDOWS` windows of consecutive steps; `step` is the middle of each."""
+    """Averages over at most `WINDOWS` windows of consecutive steps;
+    `step` is the middle of each."""
     frame = pd.DataFrame(rows).map(number).astype(float)
     frame["gate_prob"] = frame.filter(regex="^gate_prob/").mean(axis="columns")
     count = min(WINDOWS, len(frame))
@@ -260,7 +266,8 @@ def _load(path: Path) -> Any:
 
 
 def _load_lines(path: Path, complete: bool = True) -> list[dict[str, Any]]:
-    """Rows of a JSON Lines file; of a run that was cut short (`complete` false), without a broken last line."""
+    """Rows of a JSON Lines file; of a run that was cut short (`complete` false),
+    without a broken last line."""
     rows: dict[int, Any] = {}
     index = 0
     try:

@@ -1,8 +1,9 @@
-"""One run of a study: the fresh base, an adapter, the training with its records, and the final measurements.
+"""One run of a study: the fresh base, an adapter, the training with its records,
+and the final measurements.
 
-A run lives in `OUT/runs/CONFIG/SEED/`: `run.json` first, `metrics.jsonl` and `eval.jsonl` while it trains, and
-`summary.json` last and whole; its presence means that the run is complete. Now and then its step, loss and time left
-are printed on stderr.
+A run lives in `OUT/runs/CONFIG/SEED/`: `run.json` first, `metrics.jsonl` and `eval.jsonl` while it
+trains, and `summary.json` last and whole; its presence means that the run is complete. Now and then
+its step, loss and time left are printed on stderr.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def is_finished(out: Path, spec: RunSpec, fingerprint: str) -> bool:
     """Whether a run is complete.
 
     Raises:
-        StudyError: The run was made with another specification or in another study; it is left as it is.
+        StudyError: The run was made with another specification or in another study; it is left as
+            it is.
     """
     folder = run_folder(out, spec)
     made = read_json(folder / "run.json")
@@ -155,7 +157,10 @@ def train_run(start: Start, spec: RunSpec) -> dict[str, Any]:
             return mean_loss(model.get_base_model(), validation)
 
     wanted = spec.steps * start.study.batch_size * arguments.gradient_accumulation_steps
-    label = f"[run {start.selected.index(folder) + 1} of {len(start.selected)}] {spec.config}, seed {spec.seed}"
+    label = (
+        f"[run {start.selected.index(folder) + 1} of {len(start.selected)}] {spec.config}, seed "
+        f"{spec.seed}"
+    )
     recorder = Recorder(folder, label, start.study.eval_every, spec.steps, evaluate)
     with recorder.open():
         trainer = DepthRouteTrainer(
@@ -184,7 +189,8 @@ def train_run(start: Start, spec: RunSpec) -> dict[str, Any]:
 
 
 def load_base(base: str) -> Any:
-    """The base model in float32, on the GPU if there is one; lower precision is left to autocast."""
+    """The base model in float32, on the GPU if there is one;
+    lower precision is left to autocast."""
     with explained(f"model {base}"):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             base, dtype=torch.float32, trust_remote_code=trusts_remote_code()
@@ -201,7 +207,8 @@ def unfreeze(model: nn.Module) -> None:
 
 @dataclass(eq=False)
 class Recorder(Lines, TrainerCallback):
-    """Writes `metrics.jsonl` and `eval.jsonl`: every step with its seconds, and the validation loss now and then.
+    """Writes `metrics.jsonl` and `eval.jsonl`: every step with its seconds,
+    and the validation loss now and then.
 
     What it prints begins with `label`, which tells the run from those that train at the same time.
     """
@@ -284,7 +291,8 @@ class Recorder(Lines, TrainerCallback):
 
 
 def _now() -> tuple[float, float]:
-    """Wall-clock, and the processor time of this process: what other work on a shared machine does not lengthen."""
+    """Wall-clock, and the processor time of this process:
+    what other work on a shared machine does not lengthen."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter(), time.process_time()

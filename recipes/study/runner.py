@@ -1,12 +1,12 @@
 """`run_study`: every run of a study, once, into one folder; started again, it does what is missing.
 
     OUT/study.json             what the study is, and the fingerprint that a later start must have
-    OUT/blocks.safetensors     the token blocks of every run
-    OUT/step_ratios.json       where a config has `iso_compute`: measured times of a step, one config's over another's
+    OUT/blocks.safetensors     the token blocks of every run OUT/step_ratios.json       where a
+    config has `iso_compute`: measured times of a step, one config's over another's
     OUT/runs/CONFIG/SEED/      one run each: see `run.py`
 
-A process killed at any moment leaves complete runs, which are kept, and incomplete ones, which start again from
-nothing: the results are the same as without the kill.
+A process killed at any moment leaves complete runs, which are kept, and incomplete ones, which
+start again from nothing: the results are the same as without the kill.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def run_study(
     Args:
         study: From `read_study`.
         out: Folder of the results; made if need be.
-        jobs: Runs at one time. The first start fixes the threads of every run, cores / jobs, because results depend
-            on them.
+        jobs: Runs at one time. The first start fixes the threads of every run, cores / jobs,
+            because results depend on them.
         engine: `"processes"` of this machine, or `"ray"`.
         only: Names of configs; default: all.
         seeds: Some of the study's seeds; default: all.
@@ -163,7 +163,8 @@ def _check_installed(engine: str) -> None:
 def _prepare(
     study: Study, out: Path, jobs: int, engine: str, debug: bool, selected: tuple[Path, ...]
 ) -> Start:
-    """Check everything that all runs share against an earlier start, and write the blocks and `study.json`."""
+    """Check everything that all runs share against an earlier start,
+    and write the blocks and `study.json`."""
     import joblib
 
     before = read_json(out / "study.json")
@@ -246,7 +247,10 @@ def _prepare(
 def _run_all(
     specs: Sequence[RunSpec], start: Start, jobs: int, failures: dict[str, Failure]
 ) -> None:
-    """Execute runs until each is complete or has failed. The folder says which: workers may die without a word."""
+    """Execute runs until each is complete or has failed.
+
+    The folder says which: workers may die without a word.
+    """
     import joblib
 
     left = list(specs)
@@ -277,7 +281,8 @@ def _run_all(
 
 
 def _execute(start: Start, spec: RunSpec) -> None:
-    """Train a run and print a line about it; what goes wrong is not raised, but written to the run's folder."""
+    """Train a run and print a line about it; what goes wrong is not raised,
+    but written to the run's folder."""
     if start.engine == "processes" and os.getpid() != start.owner:
         _end_with(start.owner)
     if not start.debug:
@@ -291,7 +296,8 @@ def _execute(start: Start, spec: RunSpec) -> None:
         try:
             if start.code != CODE:
                 raise RunError(
-                    "the code of hf_depthroute was changed after the study was started; start it again"
+                    "the code of hf_depthroute was changed after the study was started; start it "
+                    "again"
                 )
             if start.device != device_type():
                 raise RunError(f"this process runs on {device_type()}, the study on {start.device}")
@@ -299,7 +305,10 @@ def _execute(start: Start, spec: RunSpec) -> None:
                 summary = train_run(start, spec)
             said = f"endpoint {summary['endpoint']:.3f} in {time.monotonic() - began:.0f} s"
             if summary["refresh_over_forward"] is not None:
-                said += f"; a refresh of the labels costs {summary['refresh_over_forward']:.1f} forward passes"
+                said += (
+                    f"; a refresh of the labels costs {summary['refresh_over_forward']:.1f} "
+                    "forward passes"
+                )
         except Exception as error:
             reason = " ".join(str(error).split())
             if not isinstance(error, RunError | ConfigError):

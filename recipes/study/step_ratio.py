@@ -1,6 +1,8 @@
-"""How many times as long a step of one config takes as one of another: short trainings of both, in turn.
+"""How many times as long a step of one config takes as one of another:
+short trainings of both, in turn.
 
-A run's own seconds will not do: runs share the machine with each other, and one slow run would change what is compared.
+A run's own seconds will not do: runs share the machine with each other, and one slow run would
+change what is compared.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ WARM_UPS = ("oracle_warmup", "cgs_warmup")
 
 
 class Stopwatch(TrainerCallback):
-    """Seconds from the first step to the end of the last; on a CPU, which is often shared, of processor time."""
+    """Seconds from the first step to the end of the last; on a CPU, which is often shared,
+    of processor time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -52,7 +55,8 @@ class Stopwatch(TrainerCallback):
 
 
 def in_equal_time(start: Start, spec: RunSpec) -> RunSpec:
-    """A run with `iso_compute` gets its steps, by a ratio of times that is measured once, before anything runs.
+    """A run with `iso_compute` gets its steps, by a ratio of times that is measured once,
+    before anything runs.
 
     It is measured again where one of its two configs was changed.
     """
@@ -76,7 +80,8 @@ def in_equal_time(start: Start, spec: RunSpec) -> RunSpec:
         known[name] = measured | {"specs": trained}
         write_json(file, known)
         say(
-            f"{study.name}: a step of {timed.config} takes {known[name]['ratio']:.3f} of one of {counted.config}"
+            f"{study.name}: a step of {timed.config} takes {known[name]['ratio']:.3f} of one of "
+            f"{counted.config}"
         )
     return dataclasses.replace(spec, steps=max(1, round(timed.steps * known[name]["ratio"])))
 
@@ -90,7 +95,8 @@ def _trained(spec: RunSpec) -> dict[str, Any]:
 def step_ratio(start: Start, blocks: Blocks, spec: RunSpec, other: RunSpec) -> dict[str, Any]:
     """Time of a step of `spec` over that of `other`.
 
-    Warm-ups without labels get their share of the short trainings, so that the ratio is that of whole runs.
+    Warm-ups without labels get their share of the short trainings, so that the ratio is that of
+    whole runs.
 
     Returns:
         `ratio`, the median over the rounds, `quartiles`, and how it was measured.
@@ -105,8 +111,9 @@ def step_ratio(start: Start, blocks: Blocks, spec: RunSpec, other: RunSpec) -> d
         ratios.append(mine / base)
     quartiles = statistics.quantiles(ratios[1:], n=4)
     return {
-        "ratio": round(quartiles[1], 4), "quartiles": [round(quartiles[0], 4), round(quartiles[2], 4)],
-        "rounds": ROUNDS, "steps": STEPS,
+        "ratio": round(quartiles[1], 4),
+        "quartiles": [round(quartiles[0], 4), round(quartiles[2], 4)], "rounds": ROUNDS,
+        "steps": STEPS,
     }  # fmt: skip
 
 

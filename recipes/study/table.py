@@ -22,8 +22,9 @@ LOSSES = {
 }
 _SUFFIXES = {"mean": "", "std": "std", "sem": "se"}  # of the columns of `summarize`
 _LEGEND = (
-    "Validation losses in nats, under the training rule: mean ± standard error over the seeds. avg first "
-    "half and avg whole: mean over the evaluations after step 0. Tokens are those of training."
+    "Validation losses in nats, under the training rule: mean ± standard error over the seeds. avg "
+    "first half and avg whole: mean over the evaluations after step 0. Tokens are those of "
+    "training."
 )
 
 
@@ -60,9 +61,9 @@ def write_study_report(source: Path, folder: Path) -> StudyRuns:
 
 
 def summarize(study: StudyRuns) -> pd.DataFrame:
-    """A row per config with a finished run: the number of `seeds`, and of the `tokens` trained on and of every
-    number in the summaries the mean over them, `NAME std` (sample standard deviation) and `NAME se` (standard error of
-    the mean).
+    """A row per config with a finished run: the number of `seeds`, and of the `tokens` trained on
+    and of every number in the summaries the mean over them, `NAME std` (sample standard deviation)
+    and `NAME se` (standard error of the mean).
 
     Numbers inside a summary's mappings are named by their path, such as `cost/training_ffn_ratio`.
     """
@@ -90,7 +91,8 @@ def summarize(study: StudyRuns) -> pd.DataFrame:
 
 
 def loss_table(study: StudyRuns, frame: pd.DataFrame) -> pd.DataFrame:
-    """Losses by config as text, from `summarize`, without the columns that nothing was measured for."""
+    """Losses by config as text, from `summarize`, without the columns that nothing
+    was measured for."""
     rows = []
     for name, values in frame.iterrows():
         row = {"config": study.label(str(name)), "seeds": f"{values['seeds']:.0f}"}
@@ -129,7 +131,10 @@ def study_facts(study: StudyRuns) -> list[tuple[str, str]]:
         ("Seeds", ", ".join(map(str, study.seeds))),
         (
             "Runs",
-            f"{finished} of {len(study.names) * len(study.seeds)} finished, {len(study.names)} configs",
+            (
+                f"{finished} of {len(study.names) * len(study.seeds)} finished, {len(study.names)} "
+                "configs"
+            ),
         ),
         ("Margin", f"{info['margin']:g}"),
         ("Thresholds", ", ".join(f"{threshold:g}" for threshold in info["thresholds"])),
@@ -160,7 +165,8 @@ def _plain(value: Any) -> str:
 
 
 def study_notes(study: StudyRuns, rest: str = "means") -> list[str]:
-    """Notes about runs that are missing or went wrong; `rest` names the part that does not count them."""
+    """Notes about runs that are missing or went wrong;
+    `rest` names the part that does not count them."""
     notes = []
     missing = study.missing()
     if missing:
@@ -191,7 +197,8 @@ def study_notes(study: StudyRuns, rest: str = "means") -> list[str]:
     )
     if others:
         notes.append(
-            f"Runs of another study, by their fingerprint: {', '.join(others)}. Do not compare them."
+            f"Runs of another study, by their fingerprint: {', '.join(others)}. Do not compare "
+            "them."
         )
     return notes
 

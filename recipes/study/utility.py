@@ -1,4 +1,5 @@
-"""Labels of the oracle for a batch, to compare gates with: of every position, or exact ones of a few.
+"""Labels of the oracle for a batch, to compare gates with: of every position,
+or exact ones of a few.
 
 Shapes: B batch, T positions, S sampled positions, d model width.
 """
@@ -27,8 +28,9 @@ def utility_labels(
 ) -> dict[int, UtilityLabels]:
     """`prefix_utility` of a batch.
 
-    A dict with `input_ids` and optionally `attention_mask`, `position_ids` and `labels`, each `[B, T]`.
-    In eval mode `"on_policy"` follows the causal thresholds; `calibration.use_selection(model, "topk")` changes that.
+    A dict with `input_ids` and optionally `attention_mask`, `position_ids` and `labels`, each
+    `[B, T]`. In eval mode `"on_policy"` follows the causal thresholds;
+    `calibration.use_selection(model, "topk")` changes that.
 
     Raises:
         ValueError: `kind` is unknown, or no depth-routed adapter is active.

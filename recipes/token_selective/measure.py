@@ -1,12 +1,16 @@
-"""Measure what `run.py` trained: soft and hard loss, active share, early exit at equal share, and time.
+"""Measure what `run.py` trained: soft and hard loss, active share,
+early exit at equal share, and time.
 
-    OMP_NUM_THREADS=1 python recipes/token_selective/measure.py recipes/token_selective/paper.yaml --out OUT
+    OMP_NUM_THREADS=1 python recipes/token_selective/measure.py recipes/token_selective/paper.yaml
+    --out OUT
 
-Every run that is there is measured, into `OUT/NAME.measured.json`; `dense`, `exit` and `tsa` of a seed are compared and
-timed, into `OUT/exit_sweep.measured.json` and `OUT/time.measured.json` (of the second seed `exit_sweep_1`, and so on).
+Every run that is there is measured, into `OUT/NAME.measured.json`; `dense`, `exit` and `tsa` of a
+seed are compared and timed, into `OUT/exit_sweep.measured.json` and `OUT/time.measured.json` (of
+the second seed `exit_sweep_1`, and so on).
 
-"Soft" is how the model trains: both updates of a routed block scaled by `p`. "Hard" is inference: a token with
-`p < 0.5` skips the block's feed-forward network for real, and its attention update is left out.
+"Soft" is how the model trains: both updates of a routed block scaled by `p`. "Hard" is inference: a
+token with `p < 0.5` skips the block's feed-forward network for real, and its attention update is
+left out.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ def saved(active: float, layers: int) -> float:
 def hard_loss(
     model: Any, tokens: torch.Tensor, batch: int, first: int
 ) -> tuple[float, dict[int, float]]:
-    """Loss of real inference over `tokens` `[N, T + 1]`, and the share of tokens that ran full in each routed layer."""
+    """Loss of real inference over `tokens` `[N, T + 1]`,
+    and the share of tokens that ran full in each routed layer."""
     total = 0.0
     with count_routes(model) as counter:
         for part in tokens.split(batch):
@@ -92,9 +97,11 @@ def measure(model: Any, run: dict[str, Any], task: Task, judge: Any) -> dict[str
 
 @torch.no_grad()
 def where_depth_goes(model: Any, task: Task, batch: int, judge: Any) -> dict[str, Any]:
-    """`p` over the soft model by layer; of text also by kind of character that is read, and by difficulty.
+    """`p` over the soft model by layer; of text also by kind of character that is read,
+    and by difficulty.
 
-    Difficulty is the entropy of what `judge`, a dense model, says next: quarters of the positions, the easiest first.
+    Difficulty is the entropy of what `judge`, a dense model, says next: quarters of the positions,
+    the easiest first.
     """
     probs_CNT, entropy_NT = [], []
     for part in task.validation.split(batch):
@@ -126,9 +133,11 @@ def set_threshold(model: Any, threshold: float) -> None:
 
 @torch.no_grad()
 def threshold_for(exits: Any, tokens: torch.Tensor, share: float) -> float:
-    """The confidence, negated, that leaves about the share `share` of `tokens` in the routed blocks.
+    """The confidence, negated, that leaves about the share `share` of `tokens` in
+    the routed blocks.
 
-    Read off one pass in which no token leaves; the stream of those that stay differs a little when others leave.
+    Read off one pass in which no token leaves; the stream of those that stay differs a little when
+    others leave.
     """
     set_threshold(exits, -2.0)
     with record_routes(exits) as trace:
@@ -146,9 +155,11 @@ def point(model: Any, tokens: torch.Tensor, batch: int, threshold: float) -> dic
 def compare(
     dense: Any, exits: Any, tsa: Any, task: Task, batch: int, shares: list[float]
 ) -> dict[str, Any]:
-    """Hard loss over the share of tokens run full: early exit by confidence, and the halting router by its score.
+    """Hard loss over the share of tokens run full: early exit by confidence,
+    and the halting router by its score.
 
-    Everything on every sixth block of the validation text, with the dense and the soft loss on the same blocks.
+    Everything on every sixth block of the validation text, with the dense and the soft loss on the
+    same blocks.
     """
     length = task.validation.shape[1]
     text = task.train[: 32 * length].view(32, length)
@@ -172,7 +183,8 @@ def compare(
 
 @torch.no_grad()
 def times(variants: dict[str, Callable[[], Any]], rounds: int = 15) -> dict[str, float]:
-    """Median over interleaved rounds of each variant's time over that of `dense` in the same round."""
+    """Median over interleaved rounds of each variant's time over that of `dense`
+    in the same round."""
     samples = interleave(
         {name: lambda run=run: seconds_of(run, DEVICE) for name, run in variants.items()}, rounds
     )
@@ -182,7 +194,8 @@ def times(variants: dict[str, Callable[[], Any]], rounds: int = 15) -> dict[str,
 def time_over_dense(
     dense: Any, tsa: Any, task: Task, points: list[dict[str, float]]
 ) -> dict[str, Any]:
-    """Time of a forward pass over 64 blocks: soft, and hard at the thresholds of `points`, the first of them 0."""
+    """Time of a forward pass over 64 blocks: soft, and hard at the thresholds of `points`,
+    the first of them 0."""
     tokens = task.validation[:64, :-1]
 
     def at(threshold: float) -> None:

@@ -28,13 +28,15 @@ def study() -> Study:
             ],
         ]
     brief = (
-        f"operations saved, and loss over dense: {rows[1][2]} at {rows[1][3]} counted on soft scaling, where nothing "
-        f"is skipped; {rows[2][2]} at {rows[2][3]} where tokens really skip"
+        f"operations saved, and loss over dense: {rows[1][2]} at {rows[1][3]} counted on soft "
+        f"scaling, where nothing is skipped; {rows[2][2]} at {rows[2][3]} where tokens really skip"
     )
     section = [
-        "The model of the TSA paper (arXiv:2605.05222) on Tiny-Shakespeare from scratch, in as many steps: "
-        f"{settings['steps']:,} of {settings['batch']} sequences. Mean ± standard error of {len(runs)} seeds, at the "
-        "end of the training.",
+        (
+            "The model of the TSA paper (arXiv:2605.05222) on Tiny-Shakespeare from scratch, in as "
+            f"many steps: {settings['steps']:,} of {settings['batch']} sequences. Mean ± standard "
+            f"error of {len(runs)} seeds, at the end of the training."
+        ),
         "",
         *markdown_table(["", "alpha", "operations saved", "validation loss over dense"], rows),
     ]

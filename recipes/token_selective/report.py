@@ -1,11 +1,12 @@
 """Collect what `run.py` and `measure.py` wrote, and make the tables and plots of this folder.
 
-    python recipes/token_selective/report.py --out OUT                        # of paper.yaml: results.json
-    python recipes/token_selective/report.py --out OUT --study small          # of small.yaml: small.json
+    python recipes/token_selective/report.py --out OUT                        # of paper.yaml:
+    results.json python recipes/token_selective/report.py --out OUT --study small          # of
+    small.yaml: small.json
 
-Without `--out` the plots and the tables come from the committed files. The tables go to standard output; the README
-holds them. The paper is arXiv:2605.05222. Intervals and standard errors are over the seeds of a run: `dense`, `dense_1`
-and `dense_2` are one run with three seeds.
+Without `--out` the plots and the tables come from the committed files. The tables go to standard
+output; the README holds them. The paper is arXiv:2605.05222. Intervals and standard errors are over
+the seeds of a run: `dense`, `dense_1` and `dense_2` are one run with three seeds.
 """
 
 from __future__ import annotations
@@ -129,7 +130,10 @@ def main_table(results: dict[str, Any]) -> str:
     """Dense and TSA, soft and hard, beside the paper; mean and standard error over the seeds."""
     paper, dense = PAPER["shakespeare"], seeds_of(results, "dense")
     said = {
-        "tsa": f"{paper['alpha']:.3f}, {percent(paper['saved'])}, {percent(paper['loss_over_dense'], sign=True)}",
+        "tsa": (
+            f"{paper['alpha']:.3f}, {percent(paper['saved'])}, "
+            f"{percent(paper['loss_over_dense'], sign=True)}"
+        ),
         "lambda_0.05": f"{percent(PAPER['lambda_0.05']['saved'])}, below +0.5 %",
     }
 
@@ -139,7 +143,8 @@ def main_table(results: dict[str, Any]) -> str:
             tell_mean([loss(run) / math.log(2) for run in runs]),
         ]
 
-    # On the way a part of the text may have been evaluated only, which is easier or harder than all of it.
+    # On the way a part of the text may have been evaluated only, which is easier or harder than all
+    # of it.
     whole = all(run["curve"][-1]["loss"] == round(run["loss"], 5) for run in dense)
     best = tell_mean([lowest(run) for run in dense], 4) if whole else ""
     rows = [["dense", "1", "0 %", *losses(dense, final), "", best, "", ""]]
@@ -177,8 +182,8 @@ def main_table(results: dict[str, Any]) -> str:
             ]
         )
     head = [
-        "", "active share", "operations saved", "loss at the end", "bits per character", "over dense", "lowest loss",
-        "over dense", "paper",
+        "", "active share", "operations saved", "loss at the end", "bits per character",
+        "over dense", "lowest loss", "over dense", "paper",
     ]  # fmt: skip
     return table(head, rows)
 
@@ -207,7 +212,8 @@ def exit_table(results: dict[str, Any]) -> str:
 
 
 def kind_table(results: dict[str, Any], name: str) -> str:
-    """Where TSA spends its depth: `p` by kind of character, and by the entropy of what the model says next."""
+    """Where TSA spends its depth: `p` by kind of character,
+    and by the entropy of what the model says next."""
     tsa = seeds_of(results, name)
     layers = range(len(tsa[0]["alpha_by_layer"]))
 
@@ -242,8 +248,8 @@ def sweep_table(results: dict[str, Any]) -> str:
         settings = run["settings"]
         rows.append([
             label, f"{settings['steps']} x {settings['batch']}", f"{run['curve'][0]['alpha']:.3f}",
-            f"{run['alpha']:.3f}", percent(run["saved"]), f"{run['loss']:.4f}", f"{run['hard_share']:.3f}",
-            f"{run['hard_loss']:.4f}",
+            f"{run['alpha']:.3f}", percent(run["saved"]), f"{run['loss']:.4f}",
+            f"{run['hard_share']:.3f}", f"{run['hard_loss']:.4f}",
         ])  # fmt: skip
     head = [
         "",
@@ -267,8 +273,9 @@ def synthetic_table(results: dict[str, Any]) -> str:
             f", {percent(paper['saved'])}" if "saved" in paper else ""
         )
         rows.append([
-            task, percent(dense["accuracy"]), percent(run["accuracy"]), percent(run["hard_accuracy"]),
-            f"{run['alpha']:.3f}", percent(run["saved"]), f"{run['hard_share']:.3f}", said,
+            task, percent(dense["accuracy"]), percent(run["accuracy"]),
+            percent(run["hard_accuracy"]), f"{run['alpha']:.3f}", percent(run["saved"]),
+            f"{run['hard_share']:.3f}", said,
         ])  # fmt: skip
     head = [
         "task",
@@ -284,7 +291,8 @@ def synthetic_table(results: dict[str, Any]) -> str:
 
 
 def time_table(results: dict[str, Any], small: dict[str, Any]) -> str:
-    """Times of a forward pass: the small study's on a CPU, and the full-size models' on the GPU that trained them."""
+    """Times of a forward pass: the small study's on a CPU,
+    and the full-size models' on the GPU that trained them."""
     gpu = [one["over_dense"] for one in results["times"]]
     labels = {"dense": "dense", "soft": "TSA, soft", "hard": "TSA, hard"}
     rows = []
@@ -306,15 +314,17 @@ def time_table(results: dict[str, Any], small: dict[str, Any]) -> str:
 def tables(results: dict[str, Any], small: dict[str, Any]) -> str:
     """All tables, as they stand in the README."""
     made = [
-        main_table(results), exit_table(results), *(kind_table(results, name) for name in KINDS), main_table(small),
-        kind_table(small, "tsa"), sweep_table(small), synthetic_table(small), time_table(results, small),
-        "\n".join(claims_table(claims(results))), "\n".join(claims_table(single_claims(results, small))),
+        main_table(results), exit_table(results), *(kind_table(results, name) for name in KINDS),
+        main_table(small), kind_table(small, "tsa"), sweep_table(small), synthetic_table(small),
+        time_table(results, small), "\n".join(claims_table(claims(results))),
+        "\n".join(claims_table(single_claims(results, small))),
     ]  # fmt: skip
     return "\n\n".join(made)
 
 
 def steps_to(run: Run, threshold: float) -> float | None:
-    """The step at which the validation loss falls to a threshold, between two evaluations; None where it does not."""
+    """The step at which the validation loss falls to a threshold, between two evaluations;
+    None where it does not."""
     for before, after in itertools.pairwise(run["curve"]):
         if before["loss"] > threshold >= after["loss"]:
             part = (before["loss"] - threshold) / (before["loss"] - after["loss"])
@@ -332,7 +342,8 @@ def reached(runs: list[Run]) -> list[float]:
 
 
 def later(mine: Run, base: Run) -> float:
-    """How many more steps a run takes to the thresholds than another, mean of those that both reach."""
+    """How many more steps a run takes to the thresholds than another,
+    mean of those that both reach."""
     pairs = [(steps_to(mine, at), steps_to(base, at)) for at in THRESHOLDS]
     return statistics.fmean(
         one - other for one, other in pairs if one is not None and other is not None
@@ -340,7 +351,8 @@ def later(mine: Run, base: Run) -> float:
 
 
 def kind_gap(run: Run) -> float:
-    """`p` of spaces and punctuation minus that of characters inside words, in the last two routers."""
+    """`p` of spaces and punctuation minus that of characters inside words,
+    in the last two routers."""
     kinds = run["alpha_by_kind"]
     easy = statistics.fmean(
         kinds[name][layer] for name in ("space", "punctuation") for layer in (-1, -2)
@@ -554,7 +566,8 @@ def plot_sweep(results: dict[str, Any], path: Path) -> None:
 
 
 def plot_exit(results: dict[str, Any], path: Path) -> None:
-    """Loss over the share of tokens run full: early exit, and the halting router at other thresholds."""
+    """Loss over the share of tokens run full: early exit,
+    and the halting router at other thresholds."""
     import matplotlib.pyplot as plt
 
     sweep = results["exit_sweeps"][0]

@@ -1,9 +1,12 @@
-"""Train the runs of a YAML file one after another: dense, token-selective and early-exit models from scratch.
+"""Train the runs of a YAML file one after another: dense,
+token-selective and early-exit models from scratch.
 
-    OMP_NUM_THREADS=1 python recipes/token_selective/run.py recipes/token_selective/paper.yaml --out OUT
+    OMP_NUM_THREADS=1 python recipes/token_selective/run.py recipes/token_selective/paper.yaml --out
+    OUT
 
-Every run leaves `OUT/NAME.json` and `OUT/NAME.safetensors`; one whose files exist is skipped, so a stopped study goes
-on where it was. `measure.py` measures the models, `report.py` makes the tables and plots.
+Every run leaves `OUT/NAME.json` and `OUT/NAME.safetensors`; one whose files exist is skipped, so a
+stopped study goes on where it was. `measure.py` measures the models, `report.py` makes the tables
+and plots.
 
 Shapes: B batch, T positions, V vocabulary.
 """
@@ -45,13 +48,15 @@ def read_runs(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def build_model(run: dict[str, Any], task: Task) -> Any:
-    """The untrained model of a run: GPT-2, with halting routers between its blocks if the method is `tsa`."""
+    """The untrained model of a run: GPT-2, with halting routers between its blocks if the
+    method is `tsa`."""
     torch.manual_seed(run["seed"])
     base = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=task.vocab_size, n_embd=run["width"], n_layer=run["layers"], n_head=run["heads"],
-            n_inner=run["ffn"], n_positions=run["length"], activation_function="gelu",
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False,
+            vocab_size=task.vocab_size, n_embd=run["width"], n_layer=run["layers"],
+            n_head=run["heads"], n_inner=run["ffn"], n_positions=run["length"],
+            activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            bos_token_id=None, eos_token_id=None, use_cache=False,
         )
     )  # fmt: skip
     base.to(DEVICE)
@@ -102,7 +107,8 @@ def training_loss(
 def soft_loss(
     model: Any, task: Task, batch: int, blocks: int | None = None
 ) -> tuple[float, float | None]:
-    """Validation loss with updates scaled by `p` as in training; and `alpha`, the mean of `p`, None where dense."""
+    """Validation loss with updates scaled by `p` as in training; and `alpha`, the mean of `p`,
+    None where dense."""
     total, active, parts = 0.0, [], task.validation[:blocks].split(batch)
     for tokens in parts:
         if isinstance(model, GPT2LMHeadModel):

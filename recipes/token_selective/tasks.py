@@ -46,7 +46,8 @@ class Task:
 
 
 def shakespeare(path: Path, length: int) -> Task:
-    """Characters, numbered in sorted order; 80 % train, then 10 % validation in blocks of `length + 1`, then test."""
+    """Characters, numbered in sorted order; 80 % train,
+    then 10 % validation in blocks of `length + 1`, then test."""
     text = path.read_text(encoding="utf-8")
     characters = sorted(set(text))
     number = {character: i for i, character in enumerate(characters)}
@@ -57,7 +58,8 @@ def shakespeare(path: Path, length: int) -> Task:
 
 
 def kinds(ids: torch.Tensor, characters: str) -> torch.Tensor:
-    """Which of `KINDS` each character `[N, T]` is, by its place in `KINDS`; the first of a row begins a word.
+    """Which of `KINDS` each character `[N, T]` is, by its place in `KINDS`;
+    the first of a row begins a word.
 
     An apostrophe behind a letter is inside the word.
     """
@@ -73,7 +75,8 @@ def kinds(ids: torch.Tensor, characters: str) -> torch.Tensor:
 
 
 def symbols(name: str, seed: int = 0) -> Task:
-    """`BOS source SEP target EOS`: 10,000 training and 1,000 held-out sequences; only the target counts."""
+    """`BOS source SEP target EOS`: 10,000 training and 1,000 held-out sequences;
+    only the target counts."""
     source = torch.randint(SYMBOLS, (11_000, SOURCE), generator=torch.Generator().manual_seed(seed))
     target = source if name == "copy" else source.sort(dim=1).values
     columns = [torch.full((len(source), 1), token) for token in (BOS, SEP, EOS)]

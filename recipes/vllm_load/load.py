@@ -1,18 +1,19 @@
 """The load of vLLM's own `bench serve` on one base, dense and routed, in turn.
 
-    python recipes/vllm_load/load.py
-    python recipes/vllm_load/load.py --engine transformers --prompts 32 512 --rounds 2
-    python recipes/vllm_load/load.py --model FOLDER --adapter recipes/smollm2/work/prompts-0.8-0 --prompts 1024 2000 \\
+    python recipes/vllm_load/load.py python recipes/vllm_load/load.py --engine transformers
+    --prompts 32 512 --rounds 2 python recipes/vllm_load/load.py --model FOLDER --adapter
+    recipes/smollm2/work/prompts-0.8-0 --prompts 1024 2000 \\
         --clients 1 4 --out recipes/vllm_load/load_smollm2.json
     python recipes/vllm_load/report.py
 
-Runs in an environment with vLLM (`make vllm` makes `.venv-vllm`). The base has random weights at the width of
-Qwen2.5-0.5B, and a router of every FFN that is calibrated on random tokens. vLLM's random prompts are runs of token ids
-in ascending order, so what really runs in full is counted, by vLLM. One server for each way to serve is up all the
-time; a cell of the table goes to one after the other, in every round in another order.
+Runs in an environment with vLLM (`make vllm` makes `.venv-vllm`). The base has random weights at
+the width of Qwen2.5-0.5B, and a router of every FFN that is calibrated on random tokens. vLLM's
+random prompts are runs of token ids in ascending order, so what really runs in full is counted, by
+vLLM. One server for each way to serve is up all the time; a cell of the table goes to one after the
+other, in every round in another order.
 
-With `--model` and `--adapter` the base is a real one, with a router for prompts; beside the dense server on the backend
-that routed models have, there is one on vLLM's own model.
+With `--model` and `--adapter` the base is a real one, with a router for prompts; beside the dense
+server on the backend that routed models have, there is one on vLLM's own model.
 """
 
 from __future__ import annotations
@@ -95,16 +96,18 @@ def accept_fewer_fields() -> None:
 def bench(
     server: Server, name: str, base: Path, prompt: int, clients: int, requests: int, seed: int
 ) -> dict[str, float]:
-    """vLLM's figures for `requests` random prompts of `prompt` tokens to model `name`, `clients` of them at a time."""
+    """vLLM's figures for `requests` random prompts of `prompt` tokens to model `name`,
+    `clients` of them at a time."""
     from vllm.benchmarks.serve import add_cli_args, main
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     words = {
-        "base-url": server.url, "model": base, "served-model-name": name, "tokenizer": base, "dataset-name": "random",
-        "random-input-len": prompt, "random-output-len": OUTPUT, "num-prompts": requests, "max-concurrency": clients,
-        "num-warmups": 1, "seed": seed, "temperature": 1,
+        "base-url": server.url, "model": base, "served-model-name": name, "tokenizer": base,
+        "dataset-name": "random", "random-input-len": prompt, "random-output-len": OUTPUT,
+        "num-prompts": requests, "max-concurrency": clients, "num-warmups": 1, "seed": seed,
+        "temperature": 1,
     }  # fmt: skip
     options = [word for option, value in words.items() for word in (f"--{option}", str(value))]
     found = main(parser.parse_args([*options, "--ignore-eos", "--disable-tqdm"]))
@@ -166,7 +169,8 @@ def main() -> None:
             if args.model is None or name == "prefill"
         }
         names = dict.fromkeys(words, NAME)
-        # Random prompts of one seed begin alike, so cells of one round would find each other's in the cache.
+        # Random prompts of one seed begin alike, so cells of one round would find each other's in
+        # the cache.
         options = [
             "--served-model-name",
             NAME,

@@ -26,28 +26,36 @@ def study() -> Study:
         for prompt, ratios in by_prompt.items()
     )
     brief = (
-        f"FFNs of all {setting['layers']} layers at budget {setting['budget']}, random weights in {setting['dtype']}, "
-        "1 to 16 clients: tokens/s over dense, by prompt tokens: "
-        f"{more}; of {soak['routed']['read']:,} answers among clients that leave, {soak['routed']['wrong']} were "
-        "wrong"
+        f"FFNs of all {setting['layers']} layers at budget {setting['budget']}, random weights in "
+        f"{setting['dtype']}, 1 to 16 clients: tokens/s over dense, by prompt tokens: {more}; of "
+        f"{soak['routed']['read']:,} answers among clients that leave, {soak['routed']['wrong']} "
+        "were wrong"
     )
     section = [
-        "One vLLM engine, a dense server and routed ones side by side, under `vllm bench serve`: random weights at the "
-        f"width of Qwen2.5-0.5B, {setting['layers']} layers, every FFN routed at budget {setting['budget']}, "
-        f"{setting['dtype']}, {setting['output']} tokens to write, {machine['threads']} threads of "
-        f"{machine['device']}, which the load generator shares. Over the dense server's, medians of rounds "
-        "(lowest - highest); `prompts only` is `--phases prefill`.",
+        (
+            "One vLLM engine, a dense server and routed ones side by side, under `vllm bench "
+            f"serve`: random weights at the width of Qwen2.5-0.5B, {setting['layers']} layers, "
+            f"every FFN routed at budget {setting['budget']}, {setting['dtype']}, "
+            f"{setting['output']} tokens to write, {machine['threads']} threads of "
+            f"{machine['device']}, which the load generator shares. Over the dense server's, "
+            "medians of rounds (lowest - highest); `prompts only` is `--phases prefill`."
+        ),
         "",
         *vllm_report.load_lines(load),
         "",
-        f"{vllm_report.REAL} (`{real['setting']['adapter']}` of [a real "
-        f"model](#a-real-model)), {real['setting']['dtype']}, {real['machine']['threads']} threads of "
-        f"{real['machine']['device']}; beside the dense server on the backend that routed models have, one on vLLM's "
-        "own model:",
+        (
+            f"{vllm_report.REAL} (`{real['setting']['adapter']}` of [a real "
+            f"model](#a-real-model)), {real['setting']['dtype']}, {real['machine']['threads']} "
+            f"threads of {real['machine']['device']}; beside the dense server on the backend that "
+            "routed models have, one on vLLM's own model:"
+        ),
         "",
         *vllm_report.load_lines(real, "load_smollm2.json"),
         "",
-        f"The same client on `transformers serve`, whose requests wait for one another ({other['machine']['device']}):",
+        (
+            "The same client on `transformers serve`, whose requests wait for one another "
+            f"({other['machine']['device']}):"
+        ),
         "",
         *vllm_report.load_lines(other),
         "",

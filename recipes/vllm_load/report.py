@@ -1,4 +1,5 @@
-"""Tables of `load.json`, `load_few_rows.json`, `load_smollm2.json`, `load_transformers.json` and `soak.json`.
+"""Tables of `load.json`, `load_few_rows.json`, `load_smollm2.json`,
+`load_transformers.json` and `soak.json`.
 
 python recipes/vllm_load/report.py
 """
@@ -34,7 +35,8 @@ def ratios(found: dict[str, Any], way: str, figure: str) -> dict[tuple[int, int]
 
 
 def read_load() -> dict[str, Any]:
-    """`load.json`, with the cells of `load_few_rows.json`, which have more requests, in place of its own."""
+    """`load.json`, with the cells of `load_few_rows.json`, which have more requests,
+    in place of its own."""
     load, few = (
         json.loads((HERE / f"{name}.json").read_text()) for name in ("load", "load_few_rows")
     )
@@ -115,9 +117,12 @@ def soak_lines(found: dict[str, dict[str, Any]]) -> list[str]:
     return [
         *markdown_table(["", *found], [[name, *cells] for name, cells in rows.items()]),
         "",
-        f"{routed['minutes']:g} minutes, {routed['clients']} clients for each server. {last['rows_full']:,.0f} of "
-        f"{last['rows']:,.0f} rows of {routed['layers']} routed layers ran in full; the layers were given "
-        f"{'the same number' if routed['layers_agree'] else 'different numbers'} of rows.",
+        (
+            f"{routed['minutes']:g} minutes, {routed['clients']} clients for each server. "
+            f"{last['rows_full']:,.0f} of {last['rows']:,.0f} rows of {routed['layers']} routed "
+            "layers ran in full; the layers were given "
+            f"{'the same number' if routed['layers_agree'] else 'different numbers'} of rows."
+        ),
     ]
 
 
@@ -131,7 +136,10 @@ def page(
         *engines,
         ("`transformers serve`", other, "load_transformers.json"),
     ):
-        over = f"over the dense server's, medians of rounds (lowest - highest), on {found['machine']['device']}:"
+        over = (
+            "over the dense server's, medians of rounds (lowest - highest), on "
+            f"{found['machine']['device']}:"
+        )
         lines += [f"{engine}, {over}", "", *load_lines(found, file), ""]
     lines += soak_lines(soak)
     return "\n".join([*lines, ""])

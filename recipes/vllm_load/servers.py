@@ -31,8 +31,9 @@ class Server:
             self.port: int = free.getsockname()[1]
         self.log = log
         variables = {
-            "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(threads), "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads),
+            "VLLM_NO_USAGE_STATS": "1",
         }  # fmt: skip
         with log.open("w") as out:
             self.process = subprocess.Popen(
@@ -76,7 +77,8 @@ class Server:
         return sum(self.metrics(name))
 
     def rows_full(self) -> float | None:
-        """Share of the rows of routed layers that ran in full since the start; None before the first count."""
+        """Share of the rows of routed layers that ran in full since the start;
+        None before the first count."""
         rows = self.metric("depthroute:rows_total")
         return self.metric("depthroute:rows_full_total") / rows if rows else None
 

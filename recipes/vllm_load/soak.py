@@ -1,10 +1,12 @@
-"""Half an hour of clients that read, stop reading and vanish: what servers answer, and what they keep.
+"""Half an hour of clients that read, stop reading and vanish: what servers answer,
+and what they keep.
 
     python recipes/vllm_load/soak.py
 
-Runs in an environment with vLLM. The base is the one that comes with this project, its router fitted. Every whole
-answer is compared with the one that the same prompt got alone, before. One of three clients goes away: in the middle of
-its stream, or before it has read anything. The dense server has as many clients of its own, at the same time.
+Runs in an environment with vLLM. The base is the one that comes with this project, its router
+fitted. Every whole answer is compared with the one that the same prompt got alone, before. One of
+three clients goes away: in the middle of its stream, or before it has read anything. The dense
+server has as many clients of its own, at the same time.
 """
 
 from __future__ import annotations
@@ -75,7 +77,10 @@ async def vanish(server: Server, prompt: list[int], after: float) -> None:
     """Send a request and cut the connection within half a second, mostly while it runs."""
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
     text = json.dumps(body(prompt, stream=False)).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
+        f"application/json\r\nContent-Length: {len(text)}"
+    )
     writer.write(head.encode() + b"\r\n\r\n" + text)
     await writer.drain()
     await asyncio.sleep(after)
@@ -112,7 +117,8 @@ async def soak(server: Server, prompts: list[list[int]], minutes: float) -> dict
     import aiohttp
 
     found = dict.fromkeys((*ENDS, "wrong"), 0)
-    # A connection each: one that is kept may be closed by the server just when the next request is sent on it.
+    # A connection each: one that is kept may be closed by the server just when the next request is
+    # sent on it.
     connector, timeout = (
         aiohttp.TCPConnector(force_close=True, limit=0),
         aiohttp.ClientTimeout(total=600),

@@ -1,4 +1,5 @@
-"""What is refused before a model is touched: faults of an adapter's two files, on every path that reads them."""
+"""What is refused before a model is touched: faults of an adapter's two files,
+on every path that reads them."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def adapter(saved: tuple[Path, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved[1], tmp_path / "adapter"))
 
 
-# Config -------------------------------------------------------------------------------------------------------------
+# Config -------------------------------------------------------------------------------------------
 
 
 def text(change: Callable[[str], str]) -> Damage:
@@ -144,7 +145,7 @@ CONFIG_FAULTS: dict[str, tuple[Damage, str]] = {
     "token indices": (fields(trainable_token_indices=[0]), "trainable_token_indices"),
 }
 
-# Weights ------------------------------------------------------------------------------------------------------------
+# Weights ------------------------------------------------------------------------------------------
 
 
 def flipped(position: float) -> Damage:
@@ -184,7 +185,8 @@ def pickled(folder: Path) -> None:
 
 
 def copies(module: str, tensor: str | None = None, shape: tuple[int, ...] = ()) -> Damage:
-    """A config that asks for copies of a base module, with one tensor of it at most, and the hash that fits."""
+    """A config that asks for copies of a base module, with one tensor of it at most,
+    and the hash that fits."""
 
     def damage(folder: Path) -> None:
         weights = {
@@ -328,8 +330,8 @@ MODEL_FAULTS: dict[str, tuple[Damage, str]] = {
 # Nothing in the files says so; loading compares them with the model.
 SEEN_BY_THE_MODEL_ALONE = (
     "weights beyond all floats", "no vocabulary", "another family", "layer beyond the model",
-    "a copy of the model", "a copy of all layers", "a copy of no module", "a copy without tensors", "half a copy",
-    "a copy of another shape",
+    "a copy of the model", "a copy of all layers", "a copy of no module", "a copy without tensors",
+    "half a copy", "a copy of another shape",
 )  # fmt: skip
 FAULTS = CONFIG_FAULTS | WEIGHT_FAULTS | MODEL_FAULTS
 
@@ -352,10 +354,11 @@ ONTO_A_BASE = (
     "PeftModel.from_pretrained, low_cpu_mem_usage",
     "model.load_adapter",
 )
-# transformers' auto classes parse the config before PEFT does, to find the base; what they cannot parse, they refuse.
+# transformers' auto classes parse the config before PEFT does, to find the base; what they cannot
+# parse, they refuse.
 PARSED_BY_TRANSFORMERS = (
-    "half a config", "empty config", "not JSON", "a list", "endless integer", "deep nesting", "nesting of objects",
-    "bytes that are no text", "base without a name",
+    "half a config", "empty config", "not JSON", "a list", "endless integer", "deep nesting",
+    "nesting of objects", "bytes that are no text", "base without a name",
 )  # fmt: skip
 
 
@@ -395,7 +398,8 @@ AFTER_THE_CONFIG = [
 
 
 def with_copy(saved: tuple[Path, Path], module: str, factor: float, folder: Path) -> torch.Tensor:
-    """Save an adapter whose copy of `module` is `factor` times the base's; the logits of its model."""
+    """Save an adapter whose copy of `module` is `factor` times the base's;
+    the logits of its model."""
     model = routed(
         AutoModelForCausalLM.from_pretrained(saved[0]), "mlp", modules_to_save=[module]
     ).eval()
@@ -444,7 +448,8 @@ def test_two_adapters_have_copies_of_their_own(saved: tuple[Path, Path], tmp_pat
 def test_weights_that_come_after_the_config_are_refused_too(
     saved: tuple[Path, Path], adapter: Path, fault: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the Hub the config arrives first, and the adapter is injected before its weights are there."""
+    """From the Hub the config arrives first, and the adapter is injected before its
+    weights are there."""
     damage = (
         WEIGHT_FAULTS[fault][0]
         if fault in WEIGHT_FAULTS
@@ -543,7 +548,7 @@ def test_other_methods_configs_are_read_as_before(tmp_path: Path) -> None:
         assert isinstance(peft.PeftConfig.from_pretrained(tmp_path), peft.LoraConfig)
 
 
-# The base -----------------------------------------------------------------------------------------------------------
+# The base -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,8 @@ def test_device_map_while_loading(family: str, tmp_path: Path) -> None:
 def test_an_adapter_goes_onto_a_base_that_does_not_fit(
     family: str, place: str, tmp_path: Path
 ) -> None:
-    """`device_map` with too little memory, so layers are on disk; by PEFT's path and by transformers'."""
+    """`device_map` with too little memory, so layers are on disk;
+    by PEFT's path and by transformers'."""
     build_base(family).save_pretrained(tmp_path / "base")
     model = routed(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
     model.save_pretrained(tmp_path / "adapter")

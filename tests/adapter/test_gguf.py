@@ -1,4 +1,5 @@
-"""Bases from GGUF files: an adapter remembers the file, and fits the base that the file was made of."""
+"""Bases from GGUF files: an adapter remembers the file,
+and fits the base that the file was made of."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def as_from_gguf(model: Any, levels: int = 15) -> Any:
-    """The model as loaded from a file of few bits: blocks of 32 weights take one of 16 values, and plain numbers."""
+    """The model as loaded from a file of few bits: blocks of 32 weights take one of 16 values,
+    and plain numbers."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:  # norms stay as they are
@@ -122,7 +124,8 @@ def test_the_command_line_names_the_package_that_is_missing(
 
 @pytest.fixture
 def asked(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of transformers' classes that were asked for `tiny.gguf`; they read the base that it stands for."""
+    """The names of transformers' classes that were asked for `tiny.gguf`;
+    they read the base that it stands for."""
     seen: list[str] = []
     stored = str(files[0].parent / "base")
     for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
@@ -150,7 +153,8 @@ def asked(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> list[str
 
 
 def test_the_file_is_named_once(files: tuple[Path, Path], asked: list[str], tmp_path: Path) -> None:
-    """`train` reads configuration, tokenizer and model from it, and later commands find it by the adapter."""
+    """`train` reads configuration, tokenizer and model from it,
+    and later commands find it by the adapter."""
     folder, out = files[0], tmp_path / "out"
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 200)
     text = ("--dataset", tmp_path / "text.txt", "--length", "16")
@@ -168,7 +172,8 @@ def test_the_file_is_named_once(files: tuple[Path, Path], asked: list[str], tmp_
 
 
 def write_gguf(path: Path) -> None:
-    """A Llama of two layers, its matrices in blocks of four bits, with a tokenizer of single bytes."""
+    """A Llama of two layers, its matrices in blocks of four bits,
+    with a tokenizer of single bytes."""
     gguf = pytest.importorskip("gguf", reason="needs pip install gguf")
     width, inner, layers, heads = 64, 96, 2, 4
     alphabet = sorted(bytes_to_unicode().values())
@@ -219,7 +224,8 @@ def write_gguf(path: Path) -> None:
 
 
 def test_a_file_of_four_bits_is_routed_by_the_command_line(tmp_path: Path) -> None:
-    """A file that the package gguf wrote itself: trained on, found again by the adapter, and the same base."""
+    """A file that the package gguf wrote itself: trained on, found again by the adapter,
+    and the same base."""
     folder, out = tmp_path / "files", tmp_path / "out"
     folder.mkdir()
     write_gguf(folder / "tiny.Q4_0.gguf")

@@ -1,4 +1,5 @@
-"""Adapters of earlier releases load, compute what they did, and are saved again to the same tensors."""
+"""Adapters of earlier releases load, compute what they did,
+and are saved again to the same tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What stands beside an adapter, whoever put it there: it never costs a save, and nothing is read through a link."""
+"""What stands beside an adapter, whoever put it there: it never costs a save,
+and nothing is read through a link."""
 
 from __future__ import annotations
 
@@ -74,14 +75,15 @@ RECORDS = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5) | JSON
 ROW = {"budget": 1.0, "rule": "dense", "loss": 2.0, "full_ratio": 1.0}
 METADATA = (
     "self: 1", "eval_results: [1]", "ignore_metadata_errors: 1", "model-index: 3",
-    "model-index: [{name: [], results: 1}]",
-    "tags: {a: 1}", "? [1, 2]\n: 3", "a: &a [*a]", "license: !!python/object:os.system x", "- a", "x: \"\\ud800\"",
-    "base_model: [1]", "1: 2", "date: 2024-01-01", "model_name: 3", "tags: [[1]]", "[" * 5000, "x: " + "\n" * 5000,
+    "model-index: [{name: [], results: 1}]", "tags: {a: 1}", "? [1, 2]\n: 3", "a: &a [*a]",
+    "license: !!python/object:os.system x", "- a", "x: \"\\ud800\"", "base_model: [1]", "1: 2",
+    "date: 2024-01-01", "model_name: 3", "tags: [[1]]", "[" * 5000, "x: " + "\n" * 5000,
 )  # fmt: skip
 
 
 def nested_merges(depth: int) -> str:
-    """YAML of some bytes per level that a parser which follows merge keys takes `2 ** depth` steps for."""
+    """YAML of some bytes per level that a parser which follows merge keys takes
+    `2 ** depth` steps for."""
     lines = ["a0: &a0 {x: 1}"]
     lines += [f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, depth)]
     return "\n".join(lines) + "\n"
@@ -115,7 +117,8 @@ def adapter(model: PeftModel, tmp_path: Path) -> Path:
 
 
 def saved_beside(model: PeftModel, name: str, content: bytes) -> list[str]:
-    """The warnings of a save into a folder that holds this file; the adapter has to be there, whole."""
+    """The warnings of a save into a folder that holds this file;
+    the adapter has to be there, whole."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / name).write_bytes(content)
@@ -130,7 +133,7 @@ def saved_beside(model: PeftModel, name: str, content: bytes) -> list[str]:
         return [str(warning.message) for warning in said if "model card" in str(warning.message)]
 
 
-# A file beside the adapter never refuses a save --------------------------------------------------------------------
+# A file beside the adapter never refuses a save ---------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -235,7 +238,7 @@ def test_metadata_and_text_of_a_strangers_readme_are_kept() -> None:
     assert parse_readme(b"words\n---\nmore").text == "words\n---\nmore"
 
 
-# Links -------------------------------------------------------------------------------------------------------------
+# Links --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -315,7 +318,7 @@ def test_blobs_that_are_a_link_themselves_are_no_cache(tmp_path: Path, secret: P
         read_file(snapshot / "README.md", 1000, snapshot)
 
 
-# Tokens ------------------------------------------------------------------------------------------------------------
+# Tokens -------------------------------------------------------------------------------------------
 
 TOKENS = (
     "hf_" + "a" * 34,
@@ -344,7 +347,7 @@ def test_what_is_no_token_is_shown() -> None:
     assert without_tokens(text) == text
 
 
-# Bounds ------------------------------------------------------------------------------------------------------------
+# Bounds -------------------------------------------------------------------------------------------
 
 
 def late(config: dict[str, Any], filler: str) -> str:
@@ -504,7 +507,7 @@ def test_every_file_of_yaml_is_read_by_the_strict_reader() -> None:
     assert found == {"files/strict_yaml.py"}
 
 
-# Weights -----------------------------------------------------------------------------------------------------------
+# Weights ------------------------------------------------------------------------------------------
 
 
 def with_offsets(path: Path, change: Callable[[list[Any]], None]) -> None:

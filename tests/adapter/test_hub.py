@@ -1,4 +1,5 @@
-"""From a trained model to another process through the Hub's own protocol, and what is said where that fails."""
+"""From a trained model to another process through the Hub's own protocol,
+and what is said where that fails."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Story(NamedTuple):
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """Train and push; load in another process with an empty cache; once more after the Hub has gone."""
+    """Train and push; load in another process with an empty cache;
+    once more after the Hub has gone."""
     folder = tmp_path_factory.mktemp("hub")
     base = save_base(folder / "base")
     files = {path.name: path.read_bytes() for path in base.iterdir()}
@@ -251,7 +253,8 @@ def test_without_the_hub_a_command_ends_with_one_line(
 
 
 def test_the_token_is_nowhere(story: Story) -> None:
-    """Where the server repeats it too; an exception of the Hub's client says what the server said."""
+    """Where the server repeats it too; an exception of the Hub's client says what
+    the server said."""
     commands = [story.push["command"], story.load["commands"], story.without]
     written = json.dumps(commands) + story.printed
     commits = [

@@ -30,7 +30,8 @@ WORKER = HELPERS / "kill_worker.py"
 
 
 def worker(folder: Path, **rounds: int) -> dict[str, dict[str, Any]]:
-    """What each kind of damage left, after as many rounds; all in one process, which takes seconds to start."""
+    """What each kind of damage left, after as many rounds; all in one process,
+    which takes seconds to start."""
     path = os.pathsep.join([str(WORKER.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [
         sys.executable,
@@ -108,7 +109,7 @@ def test_training_over_an_adapter_that_dies_at_any_rename_leaves_one_of_them_and
     assert {(doctor, kept) for _, doctor, kept in found.values()} == {(0, "[core]")}
 
 
-# In one process -----------------------------------------------------------------------------------------------------
+# In one process -----------------------------------------------------------------------------------
 
 
 def test_saving_keeps_what_else_is_there(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_a_full_disk_names_the_checkpoint_and_the_last_whole_one(small_disk: Pat
     assert "whole checkpoint" in str(caught.value)
 
 
-# Checkpoints --------------------------------------------------------------------------------------------------------
+# Checkpoints --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

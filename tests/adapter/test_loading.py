@@ -1,4 +1,5 @@
-"""Invariants 3, 4 and 20: an adapter is the same after every way of saving and loading it, or it is refused."""
+"""Invariants 3, 4 and 20: an adapter is the same after every way of saving and loading it,
+or it is refused."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def own_tensors(model: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[PeftModel, Path, Path]]:
-    """A saved base and an adapter of it: `make(family, gate) -> model, base folder, adapter folder`.
+    """A saved base and an adapter of it:
+    `make(family, gate) -> model, base folder, adapter folder`.
 
     They are made once and shared: no test changes them.
     """
@@ -245,7 +247,7 @@ def test_another_process_with_another_seed_loads_the_same_model(tmp_path: Path) 
         assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-# Faults: see test_adapter_file.py ------------------------------------------------------------------------------------
+# Faults: see test_adapter_file.py -----------------------------------------------------------------
 
 LOADERS_ONTO_A_BASE = {
     "PeftModel.from_pretrained": lambda base, adapter: PeftModel.from_pretrained(base, adapter),

@@ -1,4 +1,5 @@
-"""LoRA and routing on one model, in either order: training, saving, merging, and what cannot work."""
+"""LoRA and routing on one model, in either order: training, saving, merging,
+and what cannot work."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def with_lora(base: Any, family: str, **fields: Any) -> PeftModel:
 
 
 def both(family: str, order: str = "below", **fields: Any) -> tuple[PeftModel, PeftModel]:
-    """The LoRA wrapper and the routed wrapper of one model, LoRA injected first ("below") or second ("on top")."""
+    """The LoRA wrapper and the routed wrapper of one model,
+    LoRA injected first ("below") or second ("on top")."""
     if order == "below":
         lora = with_lora(build_base(family), family)
         return lora, routed(lora.get_base_model(), adapter_name="router", **fields)

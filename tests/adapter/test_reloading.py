@@ -143,8 +143,9 @@ def test_a_saved_config_begins_a_new_adapter_whose_checkpoints_load(tmp_path: Pa
     state = get_peft_model_state_dict(model)
     set_peft_model_state_dict(model, state)  # of another hash than the saved one
     arguments = DepthRouteTrainingArguments(
-        output_dir=str(tmp_path / "run"), max_steps=2, save_steps=1, eval_steps=1, eval_strategy="steps",
-        per_device_train_batch_size=2, load_best_model_at_end=True, report_to=[], use_cpu=True, disable_tqdm=True,
+        output_dir=str(tmp_path / "run"), max_steps=2, save_steps=1, eval_steps=1,
+        eval_strategy="steps", per_device_train_batch_size=2, load_best_model_at_end=True,
+        report_to=[], use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     data = rows(4)
     trainer = DepthRouteTrainer(model, arguments, train_dataset=data, eval_dataset=data)
@@ -164,7 +165,7 @@ def test_native_loading_compares_the_hash(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.equal(logits(base), logits(build_base("llama")))
 
 
-# Resized embeddings -------------------------------------------------------------------------------------------------
+# Resized embeddings -------------------------------------------------------------------------------
 
 
 def resized(folder: Path) -> Any:
@@ -209,7 +210,8 @@ def llama(tied: bool) -> Any:
 def test_an_adapter_does_not_depend_on_the_vocabulary(
     path: str, rows: int, multiple: int | None, tied: bool, tmp_path: Path
 ) -> None:
-    """One more token, rows added to a multiple, fewer rows: it loads, says so, and routes as before."""
+    """One more token, rows added to a multiple, fewer rows: it loads, says so,
+    and routes as before."""
     model = routed(llama(tied))
     model.save_pretrained(tmp_path)
     ids = tokens(2, 8) % rows
@@ -278,7 +280,7 @@ def test_what_no_load_takes_does_not_replace_a_good_adapter(tmp_path: Path) -> N
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".saving-")]
 
 
-# What is beside it --------------------------------------------------------------------------------------------------
+# What is beside it --------------------------------------------------------------------------------
 
 
 def test_an_adapter_loaded_for_inference_leaves_the_one_that_trains(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Adapters added, switched, disabled, deleted, saved, loaded, run and trained in any order: the base never changes."""
+"""Adapters added, switched, disabled, deleted, saved, loaded, run and trained in any order:
+the base never changes."""
 
 from __future__ import annotations
 

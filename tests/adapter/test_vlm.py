@@ -1,4 +1,5 @@
-"""The language model of a model of images and text is routed: with images, padding, saved and loaded."""
+"""The language model of a model of images and text is routed: with images, padding,
+saved and loaded."""
 
 from __future__ import annotations
 
@@ -165,7 +166,8 @@ def test_a_fresh_process_loads_vlms(tmp_path: Path) -> None:
         "import torch; from test_vlm import PeftModel, given, sys, vlm\n"
         "for name in ('gemma3', 'llava'):\n"
         "    folder = f'{sys.argv[1]}/{name}'\n"
-        "    with torch.no_grad(): found = PeftModel.from_pretrained(vlm(name), folder).eval()(**given(name)).logits\n"
+        "    with torch.no_grad(): found = PeftModel.from_pretrained(vlm(name), "
+        "folder).eval()(**given(name)).logits\n"
         "    print(name, torch.equal(found, torch.load(folder + '/logits.pt')))"
     )
     words = [sys.executable, "-c", code, str(tmp_path)]

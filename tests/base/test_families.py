@@ -203,7 +203,8 @@ def test_row_names_the_parts_of_the_layer(family: str) -> None:
 def test_routed_layer_with_every_token_full_is_the_familys_layer(
     family: str, attention: str
 ) -> None:
-    """Replaying an all-full decision runs the generic forward, not the base's own, and must equal it."""
+    """Replaying an all-full decision runs the generic forward, not the base's own,
+    and must equal it."""
     base, ids = build_base(family, attention), tokens(2, 8)
     with torch.no_grad():
         expected = base(ids).logits
@@ -247,7 +248,8 @@ def test_family_without_known_queries_masks_its_attention_and_says_so(
 
 
 def test_gpt2_projects_the_chosen_queries_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its projection is fused, so no module's rows can be counted: the columns that are computed are."""
+    """Its projection is fused, so no module's rows can be counted:
+    the columns that are computed are."""
     ids, seen = tokens(3, 12), {"q": 0, "kv": 0}
     style = projections.STYLES["fused"]
 

@@ -1,4 +1,5 @@
-"""What else has to know how a layer adds its sublayers up: oracle, logits, early exit, importance, cost."""
+"""What else has to know how a layer adds its sublayers up: oracle, logits, early exit,
+importance, cost."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from hf_depthroute.training.fused_loss import fused_loss_obstacle
 @pytest.mark.parametrize("family", LAYOUTS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_forks_repeat_the_model_itself(family: str, target: str) -> None:
-    """The oracle's trunk ends in the loss of the forward pass, padding included, and a fork in that of another run."""
+    """The oracle's trunk ends in the loss of the forward pass, padding included,
+    and a fork in that of another run."""
     model = build_routed(family, "mlp" if target == "ffn" else target, layers=[1, 2]).train()
     real = torch.ones_like(IDS)
     real[0, :4] = 0

@@ -1,4 +1,5 @@
-"""Every row of the family table, in every layout: what the full tables ask of the first nine families, in short."""
+"""Every row of the family table, in every layout: what the full tables ask of the first nine
+families, in short."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from hf_depthroute.routing.trace import RouteTrace
 from hf_depthroute.training.losses import routing_losses
 
 CASES = [(family, target) for family in EXTENDED for target in TARGETS]
-# Attention that is skipped per token has to be known by its family; without, it is computed and masked.
+# Attention that is skipped per token has to be known by its family; without, it is computed and
+# masked.
 COUNTED = [
     (family, target)
     for family, target in CASES
@@ -81,7 +83,8 @@ def test_disabled_and_at_budget_one_it_is_the_base(family: str, target: str) -> 
 
 @every_case
 def test_a_skipped_part_adds_nothing_to_the_stream(family: str, target: str) -> None:
-    """Against the base itself, whose attention and FFN modules are made to return zeros at the skipped tokens."""
+    """Against the base itself, whose attention and FFN modules are made to return zeros at
+    the skipped tokens."""
     model = shared(family, target)
     row = find_family(model.get_base_model())
     with without_branches(model):
@@ -212,7 +215,8 @@ def test_whole_sequences_skip_their_attention(family: str) -> None:
         model(IDS[:, :8])
     full = {i: int(record.mask[:, 0].sum()) for i, record in prompt.items()}
     windows = getattr(model.config, "layer_types", None) or ["full_attention"] * 3
-    # A sliding cache holds every sequence: there the queries of the kept ones run, without a call of the module.
+    # A sliding cache holds every sequence: there the queries of the kept ones run, without a call
+    # of the module.
     assert all(rows.get(i, 0) == count for i, count in full.items() if "sliding" not in windows[i])
     wide = RouteTrace({i: whole_record(record, 12) for i, record in prompt.items()})
     with state_of(model).override(executor="masked"), replay_routes(model, wide):

@@ -1,4 +1,5 @@
-"""Nothing that hangs on the call of a module is lost: hooks, offloading, own forwards, split and quantised weights."""
+"""Nothing that hangs on the call of a module is lost: hooks, offloading, own forwards,
+split and quantised weights."""
 
 from __future__ import annotations
 

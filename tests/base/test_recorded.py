@@ -1,4 +1,5 @@
-"""Outputs that are recorded by hooks have the shape that the base gives them, and are those of every token."""
+"""Outputs that are recorded by hooks have the shape that the base gives them,
+and are those of every token."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def built(family: str, kind: str) -> PeftModel:
 
 @torch.no_grad()
 def recorded(model: Any, executor: str = "auto") -> list[tuple[torch.Tensor, ...]]:
-    """Everything that is recorded of a padded prompt, of a training step, and of a prompt and two decoding steps."""
+    """Everything that is recorded of a padded prompt, of a training step,
+    and of a prompt and two decoding steps."""
     asked = {
         f"output_{name}": True for name in NAMES if name != "router_logits" or has_routers(model)
     }

@@ -121,7 +121,8 @@ def test_a_draft_without_some_layers_knows_which_are_left() -> None:
 
 
 def test_layers_that_another_library_wraps_are_still_known_to_be_routed() -> None:
-    """As FSDP and activation checkpointing wrap them: what the stack hands down depends on the adapter's settings."""
+    """As FSDP and activation checkpointing wrap them:
+    what the stack hands down depends on the adapter's settings."""
     model: Any = build_routed("llama", phases="prefill")
     alone = logits(model)
     layers = stack_of(model).layers

@@ -38,7 +38,8 @@ def test_every_family_and_variant_has_a_line() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_line_describes_the_model(case: str) -> None:
-    """Layout and experts, against a model that was built; what is skipped, test_family_table.py counts."""
+    """Layout and experts, against a model that was built; what is skipped,
+    test_family_table.py counts."""
     base = build_base(case)
     family = find_family(base)
     assert family.layout in {row.layout for row in rows_of(CASES[case])}

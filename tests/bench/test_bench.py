@@ -1,4 +1,7 @@
-"""The benchmark's bookkeeping: what runs, what is counted, what is written. Times themselves are not tested."""
+"""The benchmark's bookkeeping: what runs, what is counted, what is written.
+
+Times themselves are not tested.
+"""
 
 import json
 
@@ -255,7 +258,10 @@ def run(capsys, *arguments):
         (["x", "--cases", "memory"], "'memory' is unknown here"),
         (
             ["x", "--masked"],
-            "No such option: --masked (Possible options: --cases, --phases); suites of recipes/speed",
+            (
+                "No such option: --masked (Possible options: --cases, --phases); suites of "
+                "recipes/speed"
+            ),
         ),
         (["x", "--batch", "0"], "--batch 0: each must be at least 1"),
         (["x", "--length", "a"], "write whole numbers"),

@@ -1,4 +1,5 @@
-"""Model cards: every figure from a file, nothing from a stranger but text, and what a person wrote stays."""
+"""Model cards: every figure from a file, nothing from a stranger but text,
+and what a person wrote stays."""
 
 from __future__ import annotations
 
@@ -218,7 +219,8 @@ def test_a_training_that_held_no_text_out_is_understood(
 def test_the_loading_code_runs(
     calibrated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of an adapter whose thresholds were never fitted it does not set a budget, which would be refused."""
+    """Of an adapter whose thresholds were never fitted it does not set a budget,
+    which would be refused."""
     base = save_base(tmp_path / "base")
     model = get_depth_routed_model(
         transformers.AutoModelForCausalLM.from_pretrained(base), DepthRouteConfig()

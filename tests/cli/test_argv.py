@@ -1,4 +1,5 @@
-"""Whatever stands on the command line: an exit code of the table, at most one line of error, no traceback."""
+"""Whatever stands on the command line: an exit code of the table, at most one line of error,
+no traceback."""
 
 from __future__ import annotations
 

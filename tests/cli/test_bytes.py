@@ -1,4 +1,5 @@
-"""Bytes that are no text, terminals that cannot show it, numbers that are none: one line, and nothing is measured."""
+"""Bytes that are no text, terminals that cannot show it, numbers that are none: one line,
+and nothing is measured."""
 
 from __future__ import annotations
 

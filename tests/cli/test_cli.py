@@ -1,4 +1,5 @@
-"""The command line: one line and the right exit code for every mistake, and a whole path from text to text."""
+"""The command line: one line and the right exit code for every mistake,
+and a whole path from text to text."""
 
 from __future__ import annotations
 
@@ -209,7 +210,8 @@ def test_train_eval_generate(run: Run, base: Path, text: Path, tmp_path: Path) -
             == word_tokenizer().decode(wanted[0], skip_special_tokens=True).strip()
         )
         assert re.fullmatch(
-            r"\d+ tokens, [\d.]+ tokens/s, full ratio 1\.000( of the routed layers, 1\.000 of all \d)?\n",
+            r"\d+ tokens, [\d.]+ tokens/s, full ratio 1\.000( of the routed layers, 1\.000 of all "
+            r"\d)?\n",
             generated.err,
         )
 
@@ -308,9 +310,10 @@ def test_eval_calibrates_on_the_split_it_is_told(
         ["--gate", "jepa", "--branch", "none", "--gate-input", "residual", "--accumulate", 2],
         ["--report-to", "tensorboard", "--logging-steps", 1],
         [
-            "--gate", "jepa", "--jepa-targets", "deranged", "--oracle", "on_policy", "--oracle-warmup", 0,
-            "--oracle-interval", 1, "--util-weight", 0.5, "--rank-weight", 0.1, "--cgs-weight", 0.5, "--cgs-warmup", 0,
-            "--z-weight", 0.1, "--distill-weight", 1.0, "--logging-steps", 1,
+            "--gate", "jepa", "--jepa-targets", "deranged", "--oracle", "on_policy",
+            "--oracle-warmup", 0, "--oracle-interval", 1, "--util-weight", 0.5, "--rank-weight",
+            0.1, "--cgs-weight", 0.5, "--cgs-warmup", 0, "--z-weight", 0.1, "--distill-weight", 1.0,
+            "--logging-steps", 1,
         ],
     ],
     ids=["bfloat16", "streaming", "jepa", "tensorboard", "every-loss"],
@@ -396,7 +399,8 @@ def test_bench_measures_every_size(run: Run, adapter: Path, tmp_path: Path) -> N
     assert ended.code == 0, ended.err
     found = json.loads(path.read_text())["measurements"]
     assert [(m["case"], m["batch"], m["length"]) for m in found] == [
-        ("prefill", 2, 4), ("prefill", 2, 8), *(("decode", batch, length) for batch in (1, 2) for length in (4, 8)),
+        ("prefill", 2, 4), ("prefill", 2, 8),
+        *(("decode", batch, length) for batch in (1, 2) for length in (4, 8)),
     ]  # fmt: skip
 
 
@@ -777,8 +781,8 @@ def test_a_disk_that_is_full_inside_torchs_writer_is_named_so(room: int, zipped:
 )
 @pytest.mark.parametrize("moment", ["training", "saving"])
 def test_a_failure_leaves_the_earlier_adapter_and_nothing_else(
-    failure: BaseException, code: int, moment: str, run: Run, train_arguments: list[object], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException, code: int, moment: str, run: Run, train_arguments: list[object],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def fail(self: object, *args: object, **kwargs: object) -> None:
         raise failure
@@ -1078,7 +1082,10 @@ def test_a_recorded_base_that_is_not_here_asks_for_model(
 
 
 def test_a_message_of_several_lines_is_shown_whole() -> None:
-    said = "Error(s) in loading state_dict:\n\tsize mismatch for a.weight\n\tsize mismatch for b.weight"
+    said = (
+        "Error(s) in loading state_dict:\n\tsize mismatch for a.weight\n\tsize mismatch for "
+        "b.weight"
+    )
     whole = "Error(s) in loading state_dict: size mismatch for a.weight size mismatch for b.weight"
     assert errors.describe(RuntimeError(said)) == (
         errors.OTHER, f"RuntimeError: {whole} (run again with --debug for the traceback)"

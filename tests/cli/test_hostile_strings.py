@@ -1,4 +1,5 @@
-"""What a stranger wrote into a file is shown, and does nothing to the terminal, the table or the page that shows it."""
+"""What a stranger wrote into a file is shown, and does nothing to the terminal,
+the table or the page that shows it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ import hf_depthroute
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, read_config, tensors_hash
 
-FORGED = "me/base\x1b[2K\r\n\x1b[32mok\x1b[0m     hash is fine\x9b2J\x1b]0;owned\x07\u202ekcab\u2066\x85\u2028"
+FORGED = (
+    "me/base\x1b[2K\r\n\x1b[32mok\x1b[0m     hash is "
+    "fine\x9b2J\x1b]0;owned\x07\u202ekcab\u2066\x85\u2028"
+)
 CONTROLS = st.sampled_from(
     [*map(chr, [*range(32), *range(127, 160)]), *"\u202a\u202e\u2066\u2069\u200f\u061c\u2028"]
 )

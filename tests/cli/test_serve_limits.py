@@ -1,4 +1,5 @@
-"""The server of `hf-depthroute serve`: what it refuses, what it bounds, and what it stops computing."""
+"""The server of `hf-depthroute serve`: what it refuses, what it bounds,
+and what it stops computing."""
 
 from __future__ import annotations
 
@@ -78,7 +79,10 @@ class Server:
     def leave(self, path: str, body: Any, seconds: float = 0.3) -> None:
         """Send a request and hang up."""
         raw = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+            f"{len(raw)}\r\n\r\n"
+        )
         with socket.create_connection(self.address, timeout=10) as connection:
             connection.sendall(head.encode() + raw)
             time.sleep(seconds)
@@ -236,7 +240,9 @@ def test_what_a_client_gets_wrong_is_its_error(case: str, server: Server) -> Non
         ({"generation_config": "[1]"}, "Input should be a"),
         (
             {
-                "generation_config": '{"do_sample": true, "temperature": 0.5, "top_k": 4, "max_new_tokens": 3}'
+                "generation_config": (
+                    '{"do_sample": true, "temperature": 0.5, "top_k": 4, "max_new_tokens": 3}'
+                )
             },
             None,
         ),

@@ -1,4 +1,5 @@
-"""Serving: continuous batching decodes what `generate` does, and `transformers serve` finds the adapter."""
+"""Serving: continuous batching decodes what `generate` does,
+and `transformers serve` finds the adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from transformers.utils.import_utils import is_serve_available
 from hf_depthroute import record_routes
 from hf_depthroute.cli.serve import link_model
 
-# Every target, every way to make queries, and both ways to skip that are not a gate's: family, kind, fields.
+# Every target, every way to make queries, and both ways to skip that are not a gate's: family,
+# kind, fields.
 BATCHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ffn": ("llama", "mlp", {}),
     "attention": ("qwen3", "attention", {}),

@@ -1,4 +1,5 @@
-"""The program `hf-depthroute`: it answers at once what needs no model, and its commands find the method registered."""
+"""The program `hf-depthroute`: it answers at once what needs no model,
+and its commands find the method registered."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ COMMANDS = (
     "families",
 )
 HEAVY = ("torch", "peft", "transformers", "datasets", "numpy", "huggingface_hub", "matplotlib")
-# Each call in one process after the other: its exit code, and which of the modules there are by then.
+# Each call in one process after the other: its exit code, and which of the modules there are by
+# then.
 SCRIPT = """
 import contextlib, importlib, io, json, sys
 module, function, calls, heavy = sys.argv[1:]
@@ -44,7 +46,8 @@ print(json.dumps(answers))
 
 
 def answers(calls: list[list[str]]) -> list[tuple[list[str], int, str, list[str]]]:
-    """`(call, exit code, what it printed, heavy modules loaded by then)` for each call of the installed program."""
+    """`(call, exit code, what it printed, heavy modules loaded by then)` for each call of the
+    installed program."""
     (program,) = re.findall(
         r'^hf-depthroute = "(.+):(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
     )

@@ -1,4 +1,5 @@
-"""`hf-depthroute train`: every field is an option, a run goes on, and it says what the adapter is worth."""
+"""`hf-depthroute train`: every field is an option, a run goes on,
+and it says what the adapter is worth."""
 
 from __future__ import annotations
 

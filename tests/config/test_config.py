@@ -1,4 +1,5 @@
-"""Configurations: bad values are refused in one line and no time; good ones survive every round trip."""
+"""Configurations: bad values are refused in one line and no time;
+good ones survive every round trip."""
 
 from __future__ import annotations
 

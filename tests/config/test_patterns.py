@@ -1,4 +1,5 @@
-"""`target_pattern`, `branch_pattern`, `rank_pattern`: a target and a branch of its own in some of the layers."""
+"""`target_pattern`, `branch_pattern`, `rank_pattern`:
+a target and a branch of its own in some of the layers."""
 
 from __future__ import annotations
 

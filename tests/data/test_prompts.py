@@ -1,4 +1,5 @@
-"""Prompts reach a model in its tokenizer's chat template, and plain where there is none or it is turned off."""
+"""Prompts reach a model in its tokenizer's chat template,
+and plain where there is none or it is turned off."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_depthroute.data.prompts import PromptError, encode_prompt
 
 CHAT = (
-    "{% for message in messages %}<bos>{{ 'the dog' if message.role == 'user' }} {{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %} said{% endif %}"
+    "{% for message in messages %}<bos>{{ 'the dog' if message.role == 'user' }} {{ "
+    "message.content }}{% endfor %}{% if add_generation_prompt %} said{% endif %}"
 )
 BROKEN = "{{ raise_exception('a system message has to come first') }}"
 

@@ -1,4 +1,5 @@
-"""Finite weights that compute NaN or infinity: every command says so, with the layer, and none prints a result."""
+"""Finite weights that compute NaN or infinity: every command says so, with the layer,
+and none prints a result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""lm-eval on local tasks: batch size and padding change no score, and the command compares dense and routed."""
+"""lm-eval on local tasks: batch size and padding change no score,
+and the command compares dense and routed."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_batch_size_and_padding_change_no_score(
 
 
 def test_with_prompts_alone_answers_are_scored_as_they_are_served(base: Path, tasks: Path) -> None:
-    """The prompt is read once for all of its answers, and each token of an answer is decoded behind it."""
+    """The prompt is read once for all of its answers,
+    and each token of an answer is decoded behind it."""
     model, tokenizer = (
         routed(AutoModelForCausalLM.from_pretrained(base), "mlp", phases="prefill"),
         word_tokenizer(),
@@ -285,7 +287,8 @@ def test_the_command_prints_a_table_and_writes_lm_evals_results(
 
 
 def lm_eval_program(*words: object) -> subprocess.CompletedProcess[str]:
-    """`hf-depthroute lm-eval` in a process of its own, where nothing has registered the method with PEFT."""
+    """`hf-depthroute lm-eval` in a process of its own,
+    where nothing has registered the method with PEFT."""
     command = [sys.executable, "-m", "hf_depthroute", "lm-eval", *map(str, words)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONUTF8": "1"}

@@ -1,4 +1,5 @@
-"""A compiled routed model: one graph, no recompilation, the tokens of the eager model, and rows that are skipped."""
+"""A compiled routed model: one graph, no recompilation, the tokens of the eager model,
+and rows that are skipped."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def shallow(family: str, kind: str, **fields: Any) -> PeftModel:
-    """Two layers, both routed: compilation time grows with the depth, and nothing that is tested here does."""
+    """Two layers, both routed: compilation time grows with the depth,
+    and nothing that is tested here does."""
     cls, config = CONFIGS[family]
     sizes = config()
     sizes.num_hidden_layers = 2
@@ -50,7 +52,8 @@ def shallow(family: str, kind: str, **fields: Any) -> PeftModel:
 
 @torch.no_grad()
 def decoded(model: PeftModel, step: Callable[..., Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy tokens `[2, STEPS]` and their logits after an eager prefill into a static cache; `step` decodes."""
+    """Greedy tokens `[2, STEPS]` and their logits after an eager prefill into a static cache;
+    `step` decodes."""
     cache = StaticCache(config=model.config, max_cache_len=16)
     ids = tokens(2, 6)
     logits = [model(input_ids=ids, past_key_values=cache).logits[:, -1:]]
@@ -62,7 +65,8 @@ def decoded(model: PeftModel, step: Callable[..., Any]) -> tuple[torch.Tensor, t
 
 
 class CountingFunctions:
-    """Stands in for `torch.nn.functional` in the row ops: counts the rows that go through a linear map."""
+    """Stands in for `torch.nn.functional` in the row ops:
+    counts the rows that go through a linear map."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -225,7 +229,8 @@ def test_a_compiled_trainer_follows_a_budget_schedule(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["mlp", "attention", "block", "memory"])
 def test_graph_replay_gives_the_eager_tokens(kind: str) -> None:
-    """One captured step of decoding, replayed at every position, against eager steps without row ops."""
+    """One captured step of decoding, replayed at every position,
+    against eager steps without row ops."""
     model = shallow("llama", kind).to("cuda")
     ids = tokens(2, 6).to("cuda")
     last, at = ids[:, -1:].clone(), torch.tensor([[0]], device="cuda")

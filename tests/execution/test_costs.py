@@ -1,4 +1,5 @@
-"""The choices of `"auto"` on a GPU: gathering or row kernels for a prompt's FFNs, and steps that run in full."""
+"""The choices of `"auto"` on a GPU: gathering or row kernels for a prompt's FFNs,
+and steps that run in full."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def test_two_measurements_make_a_cost_model() -> None:
 
 
 def test_tuning_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token costs 2 seconds a layer by row kernels and 1 gathered, which takes 12 seconds more: 12 tokens."""
+    """A token costs 2 seconds a layer by row kernels and 1 gathered,
+    which takes 12 seconds more: 12 tokens."""
     model = build_routed("llama", "mlp").eval()
 
     def timed(model: Any, layers: Any, ids: torch.Tensor, mask: Any, steps: int) -> Any:

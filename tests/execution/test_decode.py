@@ -1,4 +1,5 @@
-"""Decoding steps on a CPU compute what the general forward pass computes, and stand back where they may not."""
+"""Decoding steps on a CPU compute what the general forward pass computes,
+and stand back where they may not."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def counted_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 @torch.no_grad()
 def decoded(model: Any, batch: int = 1, general: bool = False) -> torch.Tensor:
-    """Logits of eight decoding steps after a prompt of four tokens; `general`: with a trace, which needs the masks."""
+    """Logits of eight decoding steps after a prompt of four tokens; `general`: with a trace,
+    which needs the masks."""
     ids = tokens(batch, 12, seed=4)
     cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
     logits = []
@@ -330,7 +332,8 @@ def test_static_layers_without_attention_take_steps(
 def test_sequences_that_differ_and_caches_that_hold_all_keys_run_the_general_pass(
     target: str,
 ) -> None:
-    """What a step hands back is computed: logits and caches are those of a trace, which takes no steps."""
+    """What a step hands back is computed: logits and caches are those of a trace,
+    which takes no steps."""
     model = build_routed("llama", target, granularity="sequence")
     ids = tokens(4, 9, seed=4)
     with torch.no_grad(), record_routes(model) as trace:

@@ -1,4 +1,5 @@
-"""What inference keeps between its steps (cast weights, plans) never outlives what it was made from."""
+"""What inference keeps between its steps (cast weights,
+plans) never outlives what it was made from."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ def test_a_kept_plan_follows_budget_threshold_and_table(
     assert share() == 0
 
 
-# Every way in which a training or an averaging library writes a weight. PyTorch counts some of them only.
+# Every way in which a training or an averaging library writes a weight. PyTorch counts some of them
+# only.
 
 
 def written(weight: torch.Tensor) -> torch.Tensor:
@@ -185,7 +187,8 @@ def by_other_data(module: Any, name: str, weight: torch.Tensor) -> None:
 
 
 def by_other_data_at_the_old_place(module: Any, name: str, weight: torch.Tensor) -> None:
-    """As an averaging library stores weights, swaps the averages in, and restores what training went on to change."""
+    """As an averaging library stores weights, swaps the averages in,
+    and restores what training went on to change."""
     stored, new = weight.data, written(weight)
     weight.data = new.clone()
     stored.copy_(new)
@@ -216,11 +219,12 @@ def through_another_dtype(module: Any, name: str, weight: torch.Tensor) -> None:
 
 
 COUNTED = [
-    by_copy, in_inference_mode, by_loading, by_assigning_what_is_loaded, by_foreach, as_another_parameter, by_set,
+    by_copy, in_inference_mode, by_loading, by_assigning_what_is_loaded, by_foreach,
+    as_another_parameter, by_set,
 ]  # fmt: skip
 NOT_COUNTED = [
-    by_a_fused_optimizer, by_data, by_other_data, by_other_data_at_the_old_place, by_foreach_on_data,
-    by_vector_to_parameters, by_numpy, through_another_dtype,
+    by_a_fused_optimizer, by_data, by_other_data, by_other_data_at_the_old_place,
+    by_foreach_on_data, by_vector_to_parameters, by_numpy, through_another_dtype,
 ]  # fmt: skip
 
 
@@ -241,7 +245,8 @@ def targets_of(model: PeftModel) -> dict[str, tuple[Any, str]]:
 
 @torch.no_grad()
 def generated(model: Any, steps: int = 3) -> torch.Tensor:
-    """Logits of a prompt of one token or more and of steps behind it, of one and of two sequences."""
+    """Logits of a prompt of one token or more and of steps behind it,
+    of one and of two sequences."""
     found = []
     for batch, length in ((1, 5), (2, 5), (1, 1)):
         ids, cache = tokens(batch, length + steps, seed=length), DynamicCache(config=model.config)
@@ -250,7 +255,8 @@ def generated(model: Any, steps: int = 3) -> torch.Tensor:
     return torch.cat(found)
 
 
-# One of each kind: counted, not counted, the same tensor in another place, another tensor, another dtype in between.
+# One of each kind: counted, not counted, the same tensor in another place, another tensor, another
+# dtype in between.
 BY_DAY = [
     by_copy,
     by_data,

@@ -120,7 +120,8 @@ def test_narrow_ffns_run_more_rows_at_once() -> None:
 def test_the_ffn_is_called_in_slices_of_its_width(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices are as long as the FFN's own width says, hold the chosen rows and change nothing but rounding."""
+    """Slices are as long as the FFN's own width says,
+    hold the chosen rows and change nothing but rounding."""
     model = build_routed(family, "mlp")
     whole, widths, rows = logits(model, "gathered"), [], []
 

@@ -1,4 +1,5 @@
-"""A routed model goes through `torch.export` and `torch.compile(dynamic=True)` as its base does, with every target."""
+"""A routed model goes through `torch.export` and `torch.compile(dynamic=True)` as its base does,
+with every target."""
 
 from __future__ import annotations
 

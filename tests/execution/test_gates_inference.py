@@ -1,4 +1,5 @@
-"""Every gate and rule at inference: what was decided does not depend on how the input was cut, padded or batched."""
+"""Every gate and rule at inference: what was decided does not depend on how the input was cut,
+padded or batched."""
 
 from __future__ import annotations
 
@@ -202,7 +203,8 @@ def test_halting_gate_has_the_papers_size() -> None:
 
 
 def test_halting_is_soft_in_training_as_in_the_paper() -> None:
-    """`a = h + (1 - p) attention(LN1(h))`, `out = a + (1 - p) FFN(LN2(a))`, by hand on one layer."""
+    """`a = h + (1 - p) attention(LN1(h))`, `out = a + (1 - p) FFN(LN2(a))`,
+    by hand on one layer."""
     base, ids = build_base("llama"), tokens(2, 6)
     model = build_routed(
         "llama", "plain", gate="halting", target="block", branch="none", layers=[3]

@@ -1,4 +1,5 @@
-"""Invariants 5 to 8: what a token gets does not depend on how the input is cut, padded, batched or continued."""
+"""Invariants 5 to 8: what a token gets does not depend on how the input is cut, padded,
+batched or continued."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def shared(
     return routed(build_base(family, attention, dtype), kind, gate_input=gate_input)
 
 
-# What differs between attention implementations: one query, several queries behind a cache, a static cache's mask.
+# What differs between attention implementations: one query, several queries behind a cache, a
+# static cache's mask.
 BOTH_ATTENTIONS = ("dynamic cache, token by token", "dynamic cache, chunks", "static cache, chunks")
 
 

@@ -1,4 +1,5 @@
-"""Invariants 9, 19, 22 and 24: skipped rows are not computed, and odd numbers and shapes do no harm."""
+"""Invariants 9, 19, 22 and 24: skipped rows are not computed,
+and odd numbers and shapes do no harm."""
 
 from __future__ import annotations
 
@@ -130,7 +131,10 @@ def test_static_cache_generates_what_the_dynamic_cache_does(family: str, kind: s
 
 @every_model
 def test_gathered_forward_and_gradients_equal_masked(family: str, kind: str) -> None:
-    """With the same decisions. The gates' own gradient exists in training only, so their weights are left out."""
+    """With the same decisions.
+
+    The gates' own gradient exists in training only, so their weights are left out.
+    """
     model, ids = build_routed(family, kind), tokens(3, 12)
     with record_routes(model) as trace:
         gathered = model(ids).logits
@@ -228,7 +232,8 @@ def test_low_precision_is_finite_with_float32_scores(
 def test_norms_get_what_gpus_have_one_kernel_for(
     family: str, adapter_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Input and weights of one dtype: CUDA has no layer norm of two, and several kernels for an RMS norm of two."""
+    """Input and weights of one dtype: CUDA has no layer norm of two,
+    and several kernels for an RMS norm of two."""
     model, seen = routed(build_base(family, dtype=torch.bfloat16)), []
     for routing in routings_of(model):
         routing.depth_route_branch.to(adapter_dtype)

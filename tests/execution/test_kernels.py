@@ -1,7 +1,8 @@
-"""Row ops against a masked reference: plain PyTorch, and the Triton kernels, interpreted where there is no GPU.
+"""Row ops against a masked reference: plain PyTorch, and the Triton kernels,
+interpreted where there is no GPU.
 
-`conftest` switches Triton's interpreter on. It multiplies bfloat16 bit patterns as integers, so that 16-bit products
-are tested in float16 there.
+`conftest` switches Triton's interpreter on. It multiplies bfloat16 bit patterns as integers, so
+that 16-bit products are tested in float16 there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def kernels(
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
-        """As of NumPy 2.4 an array of one element is no index; the interpreter's scalars are such arrays."""
+        """As of NumPy 2.4 an array of one element is no index;
+        the interpreter's scalars are such arrays."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -119,7 +121,8 @@ def test_linear_and_swiglu_equal_the_masked_reference(
 
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_skipped_rows_and_weights_are_not_read(kernels: ModuleType, rows: int) -> None:
-    """NaN in what is not to be read: a product that is masked afterwards may hide it, a sum over it would not."""
+    """NaN in what is not to be read: a product that is masked afterwards may hide it,
+    a sum over it would not."""
     stream, maps = drawn(rows, WIDTH), weights(torch.float32)
     x, mask = drawn(rows, WIDTH, seed=1), chosen(rows, 0.5)
     expected = masked_swiglu(stream, x, mask, None, *maps)

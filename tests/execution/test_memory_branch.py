@@ -1,4 +1,5 @@
-"""Memory as a cheap branch: a token that skips gets what the n-grams that end at it have in a table."""
+"""Memory as a cheap branch: a token that skips gets what the n-grams that end at it
+have in a table."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def nobody(model: PeftModel, ids: torch.Tensor) -> RouteTrace:
     )
 
 
-# --- hashes -------------------------------------------------------------------------------------------------------
+# --- hashes ---------------------------------------------------------------------------------------
 
 GOLDEN = [
     [17847, 51104, 86715, 162074, 195963, 212845, 282498, 309143, 373229, 380598, 426956, 470890],
@@ -129,7 +130,7 @@ def test_products_are_those_of_plain_integers() -> None:
     assert memory.slots(torch.tensor(grams)).tolist() == expected
 
 
-# --- what the layer computes --------------------------------------------------------------------------------------
+# --- what the layer computes ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -252,7 +253,7 @@ def test_low_precision_is_finite(dtype: torch.dtype) -> None:
         assert out.dtype == dtype and bool(out.isfinite().all())
 
 
-# --- the same numbers, however the input is cut -------------------------------------------------------------------
+# --- the same numbers, however the input is cut ---------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONTINUATIONS)
@@ -456,7 +457,7 @@ def test_drafts_are_taken_back() -> None:
         assert torch.equal(lossless_generate(model, input_ids=ids, draft=draft, **options), dense)
 
 
-# --- training -----------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -523,7 +524,8 @@ def test_a_trainer_moves_the_table(tmp_path: Path, train_gates: bool) -> None:
 @pytest.mark.parametrize("kind", ["on_policy", "all_full"])
 @pytest.mark.parametrize(("family", "batch"), [("llama", 2), ("llama", 1), ("falcon", 2)])
 def test_labels_equal_passes_with_forced_decisions(family: str, batch: int, kind: str) -> None:
-    """What a decision is worth: the loss of the cheap path, memory included, minus that of the full path."""
+    """What a decision is worth: the loss of the cheap path, memory included,
+    minus that of the full path."""
     layers, ids = [0, 1, 2], tokens(batch, 8)
     model = branch_model(family, layers=layers)
     with torch.no_grad(), record_routes(model) as trace:
@@ -548,7 +550,7 @@ def test_labels_equal_passes_with_forced_decisions(family: str, batch: int, kind
     assert gap(last, expected) < 1e-4 and float(expected.abs().max()) > 1e-3
 
 
-# --- files --------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_save_and_load_give_the_same_model_and_bytes(tmp_path: Path) -> None:
@@ -656,7 +658,10 @@ def test_tables_that_are_too_large_are_refused_before_they_are_made() -> None:
     for fields, said in (
         (
             {"memory_width": 22},
-            "memory_width=22: 12 hashes look up 264 numbers for a token; on this model at most 256$",
+            (
+                "memory_width=22: 12 hashes look up 264 numbers for a token; on this model at most "
+                "256$"
+            ),
         ),
         (
             {"memory_slots": 1 << 26, "memory_width": 8},
@@ -676,7 +681,10 @@ def test_doctor_summary_and_card_say_what_it_is(adapter: Path) -> None:
     assert "branch memory, 8,192 slots of 4, 4 heads, 1- to 3-grams" in repr(model)
     card = make_card(adapter).text
     for line in (
-        "What is skipped is replaced by a low-rank branch and by what a table holds for the last token ids.",
+        (
+            "What is skipped is replaced by a low-rank branch and by what a table holds for the "
+            "last token ids."
+        ),
         "| branch | `memory`, rank 4 |",
         "| n-grams | 4 hashes of every order, 1 to 3 |",
         "8,192 slots of 4",
@@ -684,7 +692,7 @@ def test_doctor_summary_and_card_say_what_it_is(adapter: Path) -> None:
         assert line in card, line
 
 
-# --- what does not go together, and what it costs -----------------------------------------------------------------
+# --- what does not go together, and what it costs -------------------------------------------------
 
 
 @pytest.mark.parametrize(

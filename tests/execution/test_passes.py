@@ -1,4 +1,5 @@
-"""What a forward pass is told of its tokens: by masks of any length, by `run_in_full`, by adapters that are active."""
+"""What a forward pass is told of its tokens: by masks of any length, by `run_in_full`,
+by adapters that are active."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ PROMPT, LENGTH, ROOM = 6, 9, 16
 
 @torch.no_grad()
 def in_steps(model: PeftModel, ids: torch.Tensor, cache: Any, columns: int | None) -> torch.Tensor:
-    """Logits of a prompt, a token and two more, with masks of `columns` columns; None: as many as positions."""
+    """Logits of a prompt, a token and two more, with masks of `columns` columns; None:
+    as many as positions."""
     found, mask = [], torch.zeros(len(ids), ROOM, dtype=torch.long)
     for start, end in ((0, PROMPT), (PROMPT, PROMPT + 1), (PROMPT + 1, LENGTH)):
         mask[:, start:end] = 1
@@ -39,7 +41,8 @@ def in_steps(model: PeftModel, ids: torch.Tensor, cache: Any, columns: int | Non
 def test_a_mask_for_a_whole_cache_says_what_a_mask_of_what_was_read_says(
     family: str, fields: dict[str, Any], static: bool
 ) -> None:
-    """transformers reads a mask's columns as positions, so one that was made for all of a cache is longer."""
+    """transformers reads a mask's columns as positions,
+    so one that was made for all of a cache is longer."""
     model, ids = build_routed(family, "mlp", **fields), tokens(2, LENGTH)
 
     def run(columns: int | None) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Granularity `sequence`: one decision on the prompt, kept with the cache, and no keys for what skips attention."""
+"""Granularity `sequence`: one decision on the prompt, kept with the cache,
+and no keys for what skips attention."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def prompts(model: PeftModel, length: int = 6) -> torch.Tensor:
 def extend(
     model: PeftModel, ids: torch.Tensor, cuts: list[int], cache: Any = None
 ) -> tuple[torch.Tensor, Any, RouteTrace]:
-    """Logits of `ids` run in pieces that end at `cuts`; the first piece is the prompt. The trace is the prompt's."""
+    """Logits of `ids` run in pieces that end at `cuts`; the first piece is the prompt.
+
+    The trace is the prompt's.
+    """
     cache = DynamicCache(config=model.config) if cache is None else cache
     start, logits, first = 0, [], None
     for stop in cuts:
@@ -210,7 +214,8 @@ def test_skipped_sequences_write_no_keys_and_run_no_row(family: str, target: str
     )
 
 
-# Caches that hold the keys and values of every sequence, and the family whose layers are to be in one.
+# Caches that hold the keys and values of every sequence, and the family whose layers are to be in
+# one.
 EVERY_SEQUENCE: dict[str, tuple[str, list[int]]] = {
     "static": ("llama", [1, 2, 3]),
     "sliding": ("olmo3", [1]),
@@ -294,7 +299,8 @@ def _dense_cache(model: PeftModel, ids: torch.Tensor) -> DynamicCache:
 
 @every_target
 def test_greedy_generation_equals_a_masked_reference(family: str, target: str) -> None:
-    """The reference runs without a cache, computes both paths for every token, and repeats the prompts' decision."""
+    """The reference runs without a cache, computes both paths for every token,
+    and repeats the prompts' decision."""
     model = mixed(family, target)
     ids = prompts(model)
     ids[:3, :2] = 0
@@ -396,7 +402,8 @@ def test_cache_filled_by_the_adapter_is_refused_without_it() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_static_drop_of_layers_equals_a_model_without_them(target: str) -> None:
-    """Gate `none` without a branch: the routed layers' part does nothing, and its attention writes no keys."""
+    """Gate `none` without a branch: the routed layers' part does nothing,
+    and its attention writes no keys."""
     base, ids = build_base("llama"), tokens(3, LENGTH)
     reference = build_base("llama")
     for index in (1, 3):

@@ -1,4 +1,5 @@
-"""The code that a base brings with it runs only where the caller says so, and nothing asks for it on a terminal."""
+"""The code that a base brings with it runs only where the caller says so,
+and nothing asks for it on a terminal."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bases(tmp_path: Path, marker: Path) -> dict[str, Path]:
-    """Bases that ask for code of their own: for an architecture that transformers does not have, or a tokenizer."""
+    """Bases that ask for code of their own: for an architecture that transformers does not have,
+    or a tokenizer."""
     plain = save_base(tmp_path / "plain")
     (plain / "own.py").write_text(OWN.format(marker=str(marker)))
     known, unknown, tokenizer = (
@@ -208,7 +210,8 @@ def test_code_of_another_repository_is_named(bases: dict[str, Path]) -> None:
 
 
 def in_terminal(*arguments: object, seconds: float = 100.0) -> tuple[int, str]:
-    """Exit code and output of the command line with a terminal as stdin, stdout and stderr; nobody types."""
+    """Exit code and output of the command line with a terminal as stdin, stdout and stderr;
+    nobody types."""
     child, terminal = pty.fork()
     if child == 0:
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

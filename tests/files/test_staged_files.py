@@ -1,4 +1,5 @@
-"""Every file that is written, on a full disk, in folders of others, and under kill -9: the old one or the new one."""
+"""Every file that is written, on a full disk, in folders of others, and under kill -9:
+the old one or the new one."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def shown() -> TokenView:
     return trace.show()
 
 
-# A full disk --------------------------------------------------------------------------------------------------------
+# A full disk --------------------------------------------------------------------------------------
 
 SETTING = {"model_type": "llama", "dtype": "float32", "batch": 1, "length": 8}
 ROUTED = {
@@ -131,7 +132,10 @@ COMMANDS: dict[str, str] = {
     "card": "card {adapter} --out {out}",
     "families": "families --json {out}",
     "eval": f"eval --json {{out}} --adapter {MEASURED}",
-    "bench": "bench --json {out} --adapter {adapter} --model {base} --cases prefill --batch 1 --length 8 --repeats 1",
+    "bench": (
+        "bench --json {out} --adapter {adapter} --model {base} --cases prefill --batch 1 --length "
+        "8 --repeats 1"
+    ),
     "report": f"report --out {{out}} --no-speed {MEASURED}",
 }
 
@@ -206,7 +210,7 @@ def test_a_study_on_a_full_disk_says_so_and_goes_on_later(
     assert read_json(small_disk / "study.json") == {"old": 1}
 
 
-# What is already there ----------------------------------------------------------------------------------------------
+# What is already there ----------------------------------------------------------------------------
 
 
 def test_several_files_are_replaced_together_or_not_at_all(tmp_path: Path) -> None:
@@ -290,7 +294,7 @@ def test_many_writers_at_a_time_leave_one_whole_file(tmp_path: Path) -> None:
     assert len(found) == 10_000 and len(set(found)) == 1
 
 
-# Folders of others, and those that nobody may write -----------------------------------------------------------------
+# Folders of others, and those that nobody may write -----------------------------------------------
 
 
 def as_other_user(run: Callable[[], int]) -> int:
@@ -309,7 +313,8 @@ def as_other_user(run: Callable[[], int]) -> int:
 
 
 def skip_where_another_user_cannot_read(*paths: Path) -> None:
-    """Skip a test that needs another user who can enter these folders: in a home of mode 700 there is none."""
+    """Skip a test that needs another user who can enter these folders:
+    in a home of mode 700 there is none."""
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
     unreadable = [
@@ -362,7 +367,7 @@ def test_an_adapter_on_a_read_only_disk_loads_and_cannot_be_changed(
     assert content(small_disk) == before
 
 
-# kill -9 ------------------------------------------------------------------------------------------------------------
+# kill -9 ------------------------------------------------------------------------------------------
 
 
 def killed(run: Callable[[], Any], look: Callable[[], None], rounds: int, longest: float) -> None:

@@ -1,4 +1,5 @@
-"""Prompts with a share of the FLOPs: static layers, chosen by what they cost the text behind a prompt."""
+"""Prompts with a share of the FLOPs: static layers,
+chosen by what they cost the text behind a prompt."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def test_a_short_text_is_accepted_with_a_line_that_names_the_caller() -> None:
 
 
 def test_the_end_of_a_prompt_runs_in_full() -> None:
-    """By default 64 tokens, of short prompts a quarter; they are part of what is kept, and make a fit cost less."""
+    """By default 64 tokens, of short prompts a quarter; they are part of what is kept,
+    and make a fit cost less."""
     model = fitted(0.7, prompt_tail=None)
     assert model.peft_config["default"].prompt_tail == 10
     assert 0.4 < prompt_flops(model, 40) <= 0.7 + 1e-6
@@ -122,7 +124,8 @@ def test_the_end_of_a_prompt_runs_in_full() -> None:
 def test_what_is_kept_may_be_a_share_of_the_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The clock is a part of it that is exchanged: a block's option saves nothing on it here, an FFN's a fifth."""
+    """The clock is a part of it that is exchanged: a block's option saves nothing on it here,
+    an FFN's a fifth."""
 
     def saved(base: Any, found: Any, ids: torch.Tensor, tail: int) -> dict[Option, float]:
         assert ids.shape == (1, 40) and tail == 1
@@ -172,7 +175,8 @@ def test_a_share_of_the_time_is_held_by_all_options_together(
 
 
 def test_a_busy_machine_scales_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same work takes longer and longer: the parts, which were timed against each other, are believed."""
+    """The same work takes longer and longer: the parts, which were timed against each other,
+    are believed."""
     options = [Option("ffn", "neurons", 4), Option("block", "lowrank", 4)]
     clock, calls = [0.0], itertools.count(1)
 
@@ -223,7 +227,8 @@ def test_a_base_whose_whole_is_not_timed_to_the_end_is_as_before(
 
 
 def test_the_time_that_is_left_is_that_of_passes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of the base takes ten ticks, one with the two options eight; the very first takes a hundred."""
+    """A pass of the base takes ten ticks, one with the two options eight;
+    the very first takes a hundred."""
     clock, seen = [0.0], []
 
     def passed(model: Any, ids: torch.Tensor) -> None:
@@ -240,7 +245,8 @@ def test_the_time_that_is_left_is_that_of_passes_in_turn(monkeypatch: pytest.Mon
 
 
 def seconds_of(model: Any, ids: torch.Tensor) -> PassTimes:
-    """A made-up clock: four layers of a second each, and what each target saves of it in a layer that has it."""
+    """A made-up clock: four layers of a second each, and what each target saves of it in a
+    layer that has it."""
     saved = {"ffn": 0.5, "block": 0.9, "attention": -0.1}
     routings = routings_of(model) if isinstance(model, PeftModel) else []
     targets = {
@@ -284,7 +290,8 @@ def test_a_pass_is_timed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_machine_that_is_busy_for_some_time_is_said_to_be_so_and_changes_no_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the sixth pass on everything takes twice as long, with options in all layers or in one."""
+    """From the sixth pass on everything takes twice as long,
+    with options in all layers or in one."""
     number = itertools.count()
 
     def slower(model: Any, ids: torch.Tensor) -> PassTimes:
@@ -330,7 +337,8 @@ def test_a_lower_share_costs_more() -> None:
 
 
 def test_costs_are_predicted_from_gradients() -> None:
-    """`KL = 1/2 E (g . delta)^2`: over many draws, what a small change of a layer's output really costs."""
+    """`KL = 1/2 E (g . delta)^2`: over many draws, what a small change of a layer's
+    output really costs."""
     model, ids = build_base("llama"), tokens(2, 24, seed=3)
     counted = torch.zeros_like(ids, dtype=torch.bool)
     counted[:, 15:] = True
@@ -366,7 +374,8 @@ def test_costs_are_predicted_from_gradients() -> None:
 
 
 def test_a_metric_of_the_stream_prices_a_change_that_knows_no_token() -> None:
-    """`|delta L|^2` is what a change of one token's stream costs the text behind it, over tokens and directions."""
+    """`|delta L|^2` is what a change of one token's stream costs the text behind it,
+    over tokens and directions."""
     model, text = (
         build_base("llama"),
         [{"input_ids": part} for part in tokens(40, 24, seed=5).split(4)],

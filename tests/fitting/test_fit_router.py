@@ -328,8 +328,9 @@ def steps_of(
     batch = {name: value[:8] for name, value in text(8, seed=1)[0].items()}
     rows = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"]]
     arguments = DepthRouteTrainingArguments(
-        output_dir=str(folder), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(rows),
-        lr_scheduler_type="constant", logging_steps=1, save_steps=steps, report_to="none", use_cpu=True, **more,
+        output_dir=str(folder), max_steps=steps, learning_rate=lr,
+        per_device_train_batch_size=len(rows), lr_scheduler_type="constant", logging_steps=1,
+        save_steps=steps, report_to="none", use_cpu=True, **more,
     )  # fmt: skip
     trainer = DepthRouteTrainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
@@ -337,7 +338,8 @@ def steps_of(
 
 
 def test_training_starts_where_the_fit_ended(tmp_path: Path) -> None:
-    """Its first loss is the fitted model's, which is not that of new routers; training lowers it, and knows of both."""
+    """Its first loss is the fitted model's, which is not that of new routers; training lowers it,
+    and knows of both."""
     base = build_base("qwen3")
     fitted = fit_router(copy.deepcopy(base), text(), keep=0.5)
     config = fitted.peft_config["default"]
@@ -361,7 +363,8 @@ def test_training_starts_where_the_fit_ended(tmp_path: Path) -> None:
 
 
 def test_branches_learn_under_gates_that_stay(tmp_path: Path) -> None:
-    """No weight of a gate moves, and no gradient of a score reaches a branch: in front of the scores, all is given."""
+    """No weight of a gate moves, and no gradient of a score reaches a branch:
+    in front of the scores, all is given."""
     model = fit_router(build_base("llama"), text(), keep=0.5)
     first, second = active_routings(model)[:2]
     before = copy.deepcopy(model.state_dict())
@@ -438,8 +441,8 @@ def test_the_command_says_in_a_line_that_text_is_too_short(tmp_path: Path) -> No
 def test_the_command_saves_what_loads(tmp_path: Path) -> None:
     base, out = save_base(tmp_path / "base"), tmp_path / "fitted"
     ended = run(
-        "fit", "--model", base, "--dataset", write_text(tmp_path / "text.txt", 200), "--keep", 0.6, "--out", out,
-        "--length", 32, "--gate", "affine",
+        "fit", "--model", base, "--dataset", write_text(tmp_path / "text.txt", 200), "--keep", 0.6,
+        "--out", out, "--length", 32, "--gate", "affine",
     )  # fmt: skip
     assert ended.code == 0, ended.err
     assert "held-out tokens: dense" in ended.out
@@ -451,7 +454,8 @@ def test_the_command_saves_what_loads(tmp_path: Path) -> None:
     card = (out / "README.md").read_text()
     assert "* Data: `text.txt`, split `train`" in card and 'base = "path/to/' in card
     said = re.search(
-        r"budget of the adapter: ([\d.]+) of the calls in (\d) layers with a gate, .* all (\d) layers",
+        r"budget of the adapter: ([\d.]+) of the calls in (\d) layers with a gate, .* all (\d) "
+        r"layers",
         ended.out,
     )
     assert (
@@ -472,9 +476,9 @@ def test_the_command_saves_what_loads(tmp_path: Path) -> None:
 def test_the_command_fills_a_memory(tmp_path: Path) -> None:
     base, out = save_base(tmp_path / "base"), tmp_path / "fitted"
     ended = run(
-        "fit", "--model", base, "--dataset", write_text(tmp_path / "text.txt", 200), "--out", out, "--length", 32,
-        "--gate", "affine", "--branch", "memory", "--memory-slots", 2048, "--memory-width", 8, "--memory-heads", 1,
-        "--ngram-order", 2,
+        "fit", "--model", base, "--dataset", write_text(tmp_path / "text.txt", 200), "--out", out,
+        "--length", 32, "--gate", "affine", "--branch", "memory", "--memory-slots", 2048,
+        "--memory-width", 8, "--memory-heads", 1, "--ngram-order", 2,
     )  # fmt: skip
     assert ended.code == 0, ended.err
     model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(out))

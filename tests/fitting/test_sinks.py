@@ -1,4 +1,5 @@
-"""Attention sinks: a token whose stream is 100 times the others' runs in full, and nothing is fitted to it."""
+"""Attention sinks: a token whose stream is 100 times the others' runs in full,
+and nothing is fitted to it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ SINK, MAKER = 1, 1  # the token that becomes one, and the layer whose FFN makes 
 
 @torch.no_grad()
 def base_with_sinks(size: float = 100.0) -> Any:
-    """A tiny Llama in which the FFN of layer `MAKER` multiplies the stream of token `SINK`, as large models do."""
+    """A tiny Llama in which the FFN of layer `MAKER` multiplies the stream of token `SINK`,
+    as large models do."""
     base: Any = build_base("llama")
     embeddings, mlp = base.model.embed_tokens.weight, decoder_layers(base)[MAKER].mlp
     embeddings[:, 0] = 0.0

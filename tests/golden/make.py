@@ -1,6 +1,8 @@
-"""Write the golden adapters of a release: `PYTHONPATH=tests/helpers python tests/golden/make.py tests/golden/0.1.0`.
+"""Write the golden adapters of a release:
+`PYTHONPATH=tests/helpers python tests/golden/make.py tests/golden/0.1.0`.
 
-They are never made again for a release that is out: later versions have to load them to the same logits.
+They are never made again for a release that is out: later versions have to load them to the same
+logits.
 """
 
 from __future__ import annotations

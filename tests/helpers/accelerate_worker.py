@@ -1,7 +1,9 @@
-"""Runs of recipes/accelerate/train.py, in this process: one of several under a launcher, or the only one.
+"""Runs of recipes/accelerate/train.py, in this process: one of several under a launcher,
+or the only one.
 
-Accelerate leaves FSDP to accelerators, and PyTorch's `fully_shard` runs on CPUs too. So an FSDP2 configuration is taken
-over here; what does the work is the recipe's, Accelerate's and PyTorch's own code.
+Accelerate leaves FSDP to accelerators, and PyTorch's `fully_shard` runs on CPUs too. So an FSDP2
+configuration is taken over here; what does the work is the recipe's, Accelerate's and PyTorch's own
+code.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def forget() -> None:
 
 @contextmanager
 def configured(name: str) -> Iterator[None]:
-    """Inside the block, an Accelerator finds what `accelerate launch --config_file <name>` hands to its processes."""
+    """Inside the block, an Accelerator finds what `accelerate launch --config_file <name>` hands
+    to its processes."""
     arguments = launch_command_parser().parse_args(
         ["--config_file", str(RECIPE / name), "train.py"]
     )

@@ -10,7 +10,8 @@ _FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 
 def card_fault(text: str) -> str | None:
-    """Why the Hub would refuse a card's metadata: the checks of its documentation that concern a model."""
+    """Why the Hub would refuse a card's metadata: the checks of its documentation that
+    concern a model."""
     found = _FRONT.match(text)
     if found is None:
         return None

@@ -17,7 +17,10 @@ Run = tuple[torch.Tensor, RouteTrace]
 
 @torch.no_grad()
 def run(model: PeftModel, pinned: RouteTrace | None = None, **inputs: object) -> Run:
-    """One forward pass, free or with the decisions of `pinned`. Inside `disable_adapter`, the trace is empty."""
+    """One forward pass, free or with the decisions of `pinned`.
+
+    Inside `disable_adapter`, the trace is empty.
+    """
     with record_routes(model) as trace:
         if pinned is None:
             logits = model(**inputs).logits
@@ -28,7 +31,8 @@ def run(model: PeftModel, pinned: RouteTrace | None = None, **inputs: object) ->
 
 
 class Session:
-    """A generation in progress: pieces of one input, run with a cache that lives on between them."""
+    """A generation in progress: pieces of one input, run with a cache that lives
+    on between them."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
     accelerate launch --multi_gpu --num_processes 2 distributed_worker.py FOLDER
 
-Every rank saves what it found as FOLDER/<name>-<rank>.pt. The scenarios are functions of the rank and the number of
-processes, so the test runs them in one process for comparison.
+Every rank saves what it found as FOLDER/<name>-<rank>.pt. The scenarios are functions of the rank
+and the number of processes, so the test runs them in one process for comparison.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def step(
 ) -> Result:
     """Loss, gradients and masks of one global batch; `full_rows` fixes which of its rows run full.
 
-    With `labelled`, the losses that need an oracle's labels take part; with `observed`, those of other methods, which
-    watch the exits and the base's routers. With `sharded`, FSDP2 splits every weight over the processes.
+    With `labelled`, the losses that need an oracle's labels take part; with `observed`, those of
+    other methods, which watch the exits and the base's routers. With `sharded`, FSDP2 splits every
+    weight over the processes.
     """
     model = (
         build_routed("olmoe", causal_rule="predictor")
@@ -88,7 +89,8 @@ def step(
             fully_shard(layer)
         fully_shard(model)
     wrapped = DistributedDataParallel(model) if world > 1 and not sharded else model
-    # As the Trainer does it: the sum over this rank's tokens, over the tokens of all ranks, times their number.
+    # As the Trainer does it: the sum over this rank's tokens, over the tokens of all ranks, times
+    # their number.
     targets = (batch["labels"][:, 1:] != -100).sum()
     mine = {name: share(value, rank, world) for name, value in batch.items()}
     with ExitStack() as stack:
@@ -175,7 +177,8 @@ def other_methods(rank: int, world: int) -> Result:
 
 
 def by_objective(rank: int, world: int) -> Result:
-    """What has a state, or means, of its own: the counterfactual temperature and the distillation."""
+    """What has a state, or means, of its own: the counterfactual temperature and
+    the distillation."""
     batch = stacked(rows(GLOBAL_BATCH, padding=(0, 1, 5, 6)))
     model = build_routed("llama").train()
     wrapped = DistributedDataParallel(model) if world > 1 else model

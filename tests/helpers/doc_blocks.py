@@ -1,7 +1,9 @@
-"""The fenced code blocks of Markdown pages, and a page's blocks run as a reader would, top to bottom.
+"""The fenced code blocks of Markdown pages, and a page's blocks run as a reader would,
+top to bottom.
 
-A block that cannot run in a test (a GPU, several processes, the network) is marked in front of its fence, with the
-reason: `<!-- not run: needs two processes -->`. It is still compiled, and its `hf-depthroute` commands parsed.
+A block that cannot run in a test (a GPU, several processes, the network) is marked in front of its
+fence, with the reason: `<!-- not run: needs two processes -->`. It is still compiled, and its
+`hf-depthroute` commands parsed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _BLOCK = re.compile(
     re.M | re.S,
 )
 _LENGTHY = re.compile(
-    r"(\bmax_steps=|\bmax_new_tokens=|--steps |--repeats |--max-new-tokens |--blocks )\d+|(select\(range\()\d+"
+    r"(\bmax_steps=|\bmax_new_tokens=|--steps |--repeats |--max-new-tokens |--blocks "
+    r")\d+|(select\(range\()\d+"
 )
 
 
@@ -90,7 +93,8 @@ def parse(words: list[str], place: str) -> None:
 
 
 def shortened(code: str) -> str:
-    """The same code, with training cut to 2 steps, text to 2 tokens, a benchmark to 2 rounds, data to 8 rows."""
+    """The same code, with training cut to 2 steps, text to 2 tokens, a benchmark to 2 rounds,
+    data to 8 rows."""
     return _LENGTHY.sub(lambda m: f"{m[1]}2" if m[1] else f"{m[2]}8", code)
 
 

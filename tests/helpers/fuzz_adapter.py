@@ -1,10 +1,11 @@
-"""A fuzz target for the adapter loader: damaged files are refused in one line, or load to the same model.
+"""A fuzz target for the adapter loader: damaged files are refused in one line,
+or load to the same model.
 
     python tests/helpers/fuzz_adapter.py --seconds 600 --seed 1
 
-Every round damages a copy of a saved adapter, by bytes, by blocks, or by structure, and loads it onto its base. A
-crash, another kind of error, a hang, or a model that computes something else is a finding: it is printed with the
-round's number, which repeats it.
+Every round damages a copy of a saved adapter, by bytes, by blocks, or by structure, and loads it
+onto its base. A crash, another kind of error, a hang, or a model that computes something else is a
+finding: it is printed with the round's number, which repeats it.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def fuzz(seconds: float, seed: int, only: int | None = None) -> tuple[Counter[st
 def _round(
     base: Any, folder: Path, expected: torch.Tensor, settings: bool
 ) -> tuple[str, str | None]:
-    """`settings`: the config was damaged, and may say something else that is valid, such as another budget."""
+    """`settings`: the config was damaged, and may say something else that is valid,
+    such as another budget."""
     start = time.monotonic()
     try:
         model = PeftModel.from_pretrained(base, folder).eval()

@@ -1,4 +1,5 @@
-"""What the tests of the Hub run in processes of their own: the client reads its settings when it is imported.
+"""What the tests of the Hub run in processes of their own:
+the client reads its settings when it is imported.
 
     python hub_client.py FOLDER push
     python hub_client.py FOLDER load without
@@ -178,7 +179,8 @@ def without(folder: Path) -> dict[str, Any]:
         }
 
     dead = commands()
-    # PEFT asks the Hub which files there are, and does not look into its cache when there is no answer.
+    # PEFT asks the Hub which files there are, and does not look into its cache when there is no
+    # answer.
     dead["load"] = refusal(lambda: peft.PeftModel.from_pretrained(untouched, "me/router"))
     routing = any(isinstance(module, Routing) for module in untouched.modules())
     dead["untouched"] = bool(torch.equal(logits(untouched), before)) and not routing

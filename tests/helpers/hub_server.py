@@ -1,10 +1,11 @@
-"""A stand-in for the Hugging Face Hub: its HTTP API on localhost, repositories in memory, for the real client.
+"""A stand-in for the Hugging Face Hub: its HTTP API on localhost, repositories in memory,
+for the real client.
 
     with HubServer() as hub:
         run(..., env=hub.environment(tmp_path))
 
-Ids of datasets start with `datasets/`. A commit is the whole tree of its files; branches point at commits. Small files
-are sent in the commit, weights by Git LFS as the client does without Xet.
+Ids of datasets start with `datasets/`. A commit is the whole tree of its files; branches point at
+commits. Small files are sent in the commit, weights by Git LFS as the client does without Xet.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class HubServer:
             self.stop()
 
     def stop(self) -> None:
-        """The port is closed afterwards: a client is refused at once. A client may ask for it: GET /stand-in/stop."""
+        """The port is closed afterwards: a client is refused at once.
+
+        A client may ask for it: GET /stand-in/stop.
+        """
         self._server.shutdown()
         self._server.server_close()
         self.stopped.set()

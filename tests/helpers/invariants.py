@@ -2,8 +2,8 @@
 
     python -m pytest tests --junitxml report.xml && python tests/helpers/invariants.py report.xml
 
-prints how many cases of every invariant ran and passed in every family. A test without a family in its id counts under
-"any".
+prints how many cases of every invariant ran and passed in every family. A test without a family in
+its id counts under "any".
 """
 
 from __future__ import annotations

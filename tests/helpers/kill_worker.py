@@ -1,4 +1,5 @@
-"""Saves and trains in forked children that are killed with signal 9, and says what was left; for test_kill.py.
+"""Saves and trains in forked children that are killed with signal 9, and says what was left;
+for test_kill.py.
 
     python kill_worker.py FOLDER saves|renames|writers|checkpoints|overwrites ROUNDS [...]
 
@@ -78,7 +79,8 @@ def saves(folder: Path, rounds: int) -> dict[str, int]:
 
 
 def dies(call: str, at: int, folder: Path | None = None) -> None:
-    """Let the call number `at` of `os.<call>` kill the process; given a folder, of those with a target in it."""
+    """Let the call number `at` of `os.<call>` kill the process; given a folder,
+    of those with a target in it."""
     real, count = getattr(os, call), 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +102,8 @@ def dying(model: PeftModel, folder: Path, call: str, at: int) -> None:
 
 
 def renames(folder: Path, rounds: int) -> dict[str, Any]:
-    """Die at every single system call of the save that changes the folder, and in the save after that."""
+    """Die at every single system call of the save that changes the folder,
+    and in the save after that."""
     found: dict[str, Any] = {}
     for name in ("default", "named"):
         models = {"old": adapter(1, name), "new": adapter(2, name), "third": adapter(3, name)}

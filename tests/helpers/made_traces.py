@@ -16,7 +16,8 @@ TAU = 2.0
 def made_trace(
     budget: float = 0.25, outcomes: bool = False, token_mask: torch.Tensor | None = REAL
 ) -> RouteTrace:
-    """Random records for layers 1 and 3, with graph; padding holds values that would show in any mean."""
+    """Random records for layers 1 and 3, with graph; padding holds values that would
+    show in any mean."""
     generator = torch.Generator().manual_seed(0)
     trace = RouteTrace()
     for index in (3, 1):

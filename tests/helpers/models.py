@@ -1,4 +1,5 @@
-"""Tiny random models of every supported family, with and without an adapter whose decisions matter."""
+"""Tiny random models of every supported family, with and without an adapter whose
+decisions matter."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ VOCABULARY = 64
 WIDTH = 32
 DEPTH = 4
 GATES = ("mlp", "jepa")
-# The families of the full tables; those of `EXTENDED` have a table of their own, test_family_table.py.
+# The families of the full tables; those of `EXTENDED` have a table of their own,
+# test_family_table.py.
 FAMILY_NAMES = (
     "llama",
     "qwen2",
@@ -68,7 +70,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "experts": {"gate": "mlp", "target": "experts"},
     "memory": {"target": "memory", "memory_slots": 4096, "memory_width": 4},
 }
-# Every family with every kind; the gates differ in the score only, so the last three families take one of them.
+# Every family with every kind; the gates differ in the score only, so the last three families take
+# one of them.
 MODELS = [
     (family, kind)
     for family in FAMILY_NAMES
@@ -78,7 +81,8 @@ MODELS = [
     and not (kind == "jepa" and family in ("mixtral", "qwen2_moe", "qwen3_moe"))
 ]
 MEMORIES = [(family, "memory") for family in FAMILY_NAMES]
-# Every family, and every kind on the families that differ most: for what does not depend on the two together.
+# Every family, and every kind on the families that differ most: for what does not depend on the two
+# together.
 COVERING = [
     (family, kind)
     for family, kind in MODELS
@@ -161,7 +165,8 @@ _FALCON: dict[str, Any] = {
     "ffn_hidden_size": 64,
 }
 
-# Every other row of the family table, and the variants of a family that differ: the model type and what is special.
+# Every other row of the family table, and the variants of a family that differ: the model type and
+# what is special.
 EXTENDED: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "arcee": ("arcee", {}),
@@ -237,7 +242,8 @@ EXTENDED: dict[str, tuple[str, dict[str, Any]]] = {
 def build_base(
     family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> PreTrainedModel:
-    """A random model of `family` in eval mode, with weights large enough that every sublayer changes the logits."""
+    """A random model of `family` in eval mode, with weights large enough that every sublayer
+    changes the logits."""
     if family in CONFIGS:
         cls, config = CONFIGS[family]
         return randomised(cls(config()), attention, dtype, seed)
@@ -271,9 +277,11 @@ def routed(
     seed: int = 0,
     **fields: Any,
 ) -> PeftModel:
-    """`base` with an adapter in eval mode: random branches, spread scores, thresholds of a real batch.
+    """`base` with an adapter in eval mode: random branches, spread scores,
+    thresholds of a real batch.
 
-    A fresh adapter's branch adds nothing; here it adds noise, so that a wrong decision shows in the logits.
+    A fresh adapter's branch adds nothing; here it adds noise, so that a wrong decision shows in the
+    logits.
     """
     defaults: dict[str, Any] = {
         "layers": [1, 2, 3],
@@ -290,7 +298,8 @@ def routed(
 
 
 def make_consequential(model: nn.Module, adapter_name: str = "default", seed: int = 0) -> None:
-    """Give the active adapter random branches, scores with a standard deviation of one, and fitting thresholds."""
+    """Give the active adapter random branches, scores with a standard deviation of one,
+    and fitting thresholds."""
     generator = torch.Generator().manual_seed(1000 + seed)
     routings = [routing for routing in routings_of(model) if routing.adapter() == adapter_name]
     training = model.training
@@ -340,7 +349,8 @@ def _scores(model: nn.Module, routing: Routing) -> torch.Tensor:
 def build_routed(
     family: str, kind: str = "mlp", attention: str = "sdpa", **fields: Any
 ) -> PeftModel:
-    """A random model of `family` with a consequential adapter; both depend on nothing but the arguments."""
+    """A random model of `family` with a consequential adapter;
+    both depend on nothing but the arguments."""
     return routed(build_base(family, attention), kind, **fields)
 
 

@@ -1,7 +1,8 @@
 """Comparing two runs of a routed model: pinned (P), free in float32 (F), free in bfloat16 (B).
 
-Hard routing is discontinuous, so outputs are compared with the decisions of one run replayed in the other, and the
-decisions themselves are compared apart from that, up to ties within the arithmetic's noise.
+Hard routing is discontinuous, so outputs are compared with the decisions of one run replayed in the
+other, and the decisions themselves are compared apart from that, up to ties within the arithmetic's
+noise.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ def gap(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def assert_pinned(routed_gap: float, base_gap: float, rounding: float = PINNED_BAR) -> None:
-    """P: with the same decisions, routing adds no more error than the base model has in the same comparison.
+    """P: with the same decisions, routing adds no more error than the base model has in the
+    same comparison.
 
-    `rounding` is the gap that the arithmetic alone may leave; in bfloat16, `bfloat16_rounding` of the logits.
+    `rounding` is the gap that the arithmetic alone may leave; in bfloat16, `bfloat16_rounding` of
+    the logits.
     """
     bar = max(2 * base_gap, rounding)
     assert routed_gap <= bar, (
@@ -53,7 +56,8 @@ def bfloat16_rounding(logits: torch.Tensor) -> float:
 
 
 def assert_free(model: PeftModel, first: RouteTrace, second: RouteTrace) -> None:
-    """F: in float32, no decision differs where the score is further than 1e-4 from the threshold."""
+    """F: in float32, no decision differs where the score is further than 1e-4
+    from the threshold."""
     assert list(first) == list(second)
     for index, threshold in thresholds(model).items():
         assert first[index].mask.shape == second[index].mask.shape
@@ -63,7 +67,8 @@ def assert_free(model: PeftModel, first: RouteTrace, second: RouteTrace) -> None
 
 
 def assert_first_flips_are_close(model: PeftModel, first: RouteTrace, second: RouteTrace) -> None:
-    """B: a flip with none before it in depth or position has a margin under 0.05 standard deviations of the scores."""
+    """B: a flip with none before it in depth or position has a margin under 0.05 standard
+    deviations of the scores."""
     flipped_before: torch.Tensor | None = None
     for index, threshold in thresholds(model).items():
         one, two = first[index], second[index]
@@ -83,10 +88,12 @@ def assert_first_flips_are_close(model: PeftModel, first: RouteTrace, second: Ro
 
 @contextmanager
 def pinned_experts(model: PeftModel, batch: int) -> Iterator[None]:
-    """The base's own expert routers repeat, position by position, what they chose in the first pass inside the block.
+    """The base's own expert routers repeat, position by position,
+    what they chose in the first pass inside the block.
 
-    They are discrete too: in bfloat16 a rounding difference moves a token to another expert, and with pinned routes
-    that is the base's error, not the routing's. Does nothing for a model without experts.
+    They are discrete too: in bfloat16 a rounding difference moves a token to another expert, and
+    with pinned routes that is the base's error, not the routing's. Does nothing for a model without
+    experts.
     """
     chosen: dict[int, torch.Tensor] = {}  # [B, T, K]
     cursor: dict[int, int] = {}
@@ -145,7 +152,8 @@ def take(trace: RouteTrace, rows: torch.Tensor) -> RouteTrace:
 
 
 def spread(trace: RouteTrace, columns: torch.Tensor, length: int) -> RouteTrace:
-    """The trace laid out in a longer run: position `i` of row `b` goes to `columns[b, i]`, false elsewhere."""
+    """The trace laid out in a longer run: position `i` of row `b` goes to `columns[b, i]`,
+    false elsewhere."""
 
     def widen(values: torch.Tensor) -> torch.Tensor:
         out = values.new_zeros(values.shape[0], length, *values.shape[2:])

@@ -1,4 +1,5 @@
-"""Pages for the report's tests: a planted report whose text is as hostile as text can be, and what it holds."""
+"""Pages for the report's tests: a planted report whose text is as hostile as text can be,
+and what it holds."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama's: a word begins with a marked space, and a character outside of the vocabulary becomes its bytes."""
+    """As Llama's: a word begins with a marked space, and a character outside of the vocabulary
+    becomes its bytes."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh"]
     tokenizer = Tokenizer(
         models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
@@ -113,8 +115,8 @@ def planted_report(
         rows += [row(budget, "topk", 3 - budget), row(budget, "threshold", 3.01 - budget, 0.01)]
     timed = {
         str(budget): {
-            "routed_ms": 10 * budget, "ratio": 0.9, "ratio_error": 0.01, "speedup": 1.111, "eta": 0.5,
-            "full_ratio": budget, "flops_routed_over_dense": 0.8, "tokens_per_s": 100.0,
+            "routed_ms": 10 * budget, "ratio": 0.9, "ratio_error": 0.01, "speedup": 1.111,
+            "eta": 0.5, "full_ratio": budget, "flops_routed_over_dense": 0.8, "tokens_per_s": 100.0,
         }
         for budget in budgets
     }  # fmt: skip

@@ -120,7 +120,8 @@ def requests_of(model: Any) -> dict[str, Request]:
 
 
 def differs(found: tuple[torch.Tensor, ...], alone: tuple[torch.Tensor, ...]) -> bool:
-    """Ids and decisions have to be equal, floating-point numbers up to what another division of work rounds."""
+    """Ids and decisions have to be equal, floating-point numbers up to what another
+    division of work rounds."""
     pairs = list(zip(found, alone))
     if len(found) != len(alone) or any(a.shape != b.shape for a, b in pairs):
         return True

@@ -19,9 +19,11 @@ from hf_depthroute.routing.stack import routings_of
 
 @contextmanager
 def counted_rows(model: PeftModel) -> Iterator[dict[str, dict[int, int]]]:
-    """Per routed layer: rows that the routed modules really computed, rows that the trace says ran full, and all rows.
+    """Per routed layer: rows that the routed modules really computed,
+    rows that the trace says ran full, and all rows.
 
-    Of an FFN, its rows; of an attention, the rows of its query and of its output projection; of experts, the pairs.
+    Of an FFN, its rows; of an attention, the rows of its query and of its output projection; of
+    experts, the pairs.
     """
     base = model.get_base_model()
     routings = routings_of(model)
@@ -62,7 +64,8 @@ def _counted_modules(layer: nn.Module, routing: Any) -> list[nn.Module]:
     if target == "ffn":
         return [ffn]
     if target == "experts":
-        # The innermost module. Its hook runs after the one that leaves pairs out, which is registered per call.
+        # The innermost module. Its hook runs after the one that leaves pairs out, which is
+        # registered per call.
         return [_AfterOthers(routing.experts_of(layer))]
     queries = {} if family.queries is None else STYLES[family.queries].weights(attention)
     projections = [getattr(attention, name) for name, part in queries.items() if part == 1]

@@ -19,8 +19,8 @@ datasets = pytest.importorskip("datasets")
 ROUTES = DepthRouteConfig(layers=[1, 2, 3], gate="jepa")
 LENGTHS = (12, 9, 7, 12, 10, 5, 8, 11)
 CHAT = (
-    "{% for m in messages %}{{ m['role'] }} {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} "
-    "<eos>{% endgeneration %}{% else %}{{ m['content'] }} {% endif %}{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }} {% if m['role'] == 'assistant' %}{% generation %}{{ "
+    "m['content'] }} <eos>{% endgeneration %}{% else %}{{ m['content'] }} {% endif %}{% endfor %}"
 )
 
 
@@ -35,9 +35,9 @@ def token_data() -> Any:
 def sft_arguments(folder: Path, **fields: Any) -> Any:
     shared = training_arguments(folder)
     names = (
-        "output_dir use_cpu report_to save_strategy disable_tqdm logging_steps num_train_epochs max_grad_norm "
-        "per_device_train_batch_size learning_rate train_sampling_strategy weight_decay lr_scheduler_type "
-        "lr_scheduler_kwargs"
+        "output_dir use_cpu report_to save_strategy disable_tqdm logging_steps num_train_epochs "
+        "max_grad_norm per_device_train_batch_size learning_rate train_sampling_strategy "
+        "weight_decay lr_scheduler_type lr_scheduler_kwargs"
     )
     defaults = {name: getattr(shared, name) for name in names.split()}
     return trl.SFTConfig(**defaults | {"bf16": False, "gradient_checkpointing": False} | fields)

@@ -1,10 +1,12 @@
-"""A soak of one routed model under four threads with mixed settings: every request gets what it gets alone.
+"""A soak of one routed model under four threads with mixed settings:
+every request gets what it gets alone.
 
     python tests/helpers/soak_threads.py --seconds 1800 --seed 1
 
-Threads draw requests of every kind (plain, full depth, recorded, replayed, other budgets, lossless, in batches) and run
-them on one model; after some hundred requests the model is one that is routed in another way. A request that raises, or
-gives another result than alone, is printed and ends the soak with 1.
+Threads draw requests of every kind (plain, full depth, recorded, replayed, other budgets, lossless,
+in batches) and run them on one model; after some hundred requests the model is one that is routed
+in another way. A request that raises, or gives another result than alone, is printed and ends the
+soak with 1.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ def write_study(
 
     Args:
         folder: Made if it is missing.
-        plan: Per config, metrics of its summaries: a number, or a list with one value per seed. `layers/NAME` is given
-            to every layer, `hits/THRESHOLD` to that threshold. `label`, `about`, `adapter`, `training` and `joint`
-            describe the config.
+        plan: Per config, metrics of its summaries: a number, or a list with one value per seed.
+            `layers/NAME` is given to every layer, `hits/THRESHOLD` to that threshold. `label`,
+            `about`, `adapter`, `training` and `joint` describe the config.
         seeds: Of the study.
         steps: Optimizer steps of a run.
         eval_every: Steps between evaluations.
@@ -55,8 +55,9 @@ def write_study(
     ]
     info = {
         "name": "synthetic", "fingerprint": "f", "created": "2026-01-01T00:00:00", "margin": 0.005,
-        "thresholds": list(thresholds), "steps": steps, "eval_every": eval_every, "seeds": list(seeds),
-        "configs": configs, "batch_size": 8, "length": 128, "data": {"dataset": "words", "tokens": 12345},
+        "thresholds": list(thresholds), "steps": steps, "eval_every": eval_every,
+        "seeds": list(seeds), "configs": configs, "batch_size": 8, "length": 128,
+        "data": {"dataset": "words", "tokens": 12345},
         "base": {"name": "tiny", "parameters": 1000, "layers": 6, "width": 64, "dense_loss": 2.9},
         "versions": {"torch": "2.13.0"}, "machine": {"device": "cpu", "threads": 1}, **study,
     }  # fmt: skip
@@ -107,12 +108,13 @@ def summarize(
     endpoint = chosen.get("endpoint", 3.0)
     summary = {
         "config": name, "seed": seed, "fingerprint": "f", "steps": steps, "dense_loss": 2.9,
-        "avg_first_half": 3.2, "avg_whole": 3.1, "best": endpoint, "best_step": steps, "endpoint": endpoint,
-        "hits": {str(t): chosen.get(f"hits/{t}") for t in thresholds},
+        "avg_first_half": 3.2, "avg_whole": 3.1, "best": endpoint, "best_step": steps,
+        "endpoint": endpoint, "hits": {str(t): chosen.get(f"hits/{t}") for t in thresholds},
         "grad_norm_mean": 1.0, "layers": {key: layer for key in layers},
-        "threshold_loss": endpoint + 0.01 if endpoint is not None else None, "threshold_full_ratio": 0.49,
-        "frequent_loss": 2.0, "rare_loss": 5.0, "train_seconds": 100.0, "step_seconds_median": 0.2,
-        "trainable_parameters": 1234, "cost": {"inference_ffn_ratio": 0.547, "training_ffn_ratio": 1.054},
+        "threshold_loss": endpoint + 0.01 if endpoint is not None else None,
+        "threshold_full_ratio": 0.49, "frequent_loss": 2.0, "rare_loss": 5.0,
+        "train_seconds": 100.0, "step_seconds_median": 0.2, "trainable_parameters": 1234,
+        "cost": {"inference_ffn_ratio": 0.547, "training_ffn_ratio": 1.054},
     }  # fmt: skip
     cost = {
         key.removeprefix("cost/"): value for key, value in chosen.items() if key.startswith("cost/")
@@ -127,8 +129,8 @@ def _metrics_row(summary: Mapping[str, Any], step: int, steps: int) -> dict[str,
         0.5 + (summary["layers"][next(iter(summary["layers"]))]["gate_prob"] - 0.5) * step / steps
     )
     return {
-        "step": step, "loss": 4.0, "loss_lm": _loss(summary, step, steps) * noise, "learning_rate": 1e-3,
-        "grad_norm": summary["grad_norm_mean"] * noise, "seconds": 0.2,
+        "step": step, "loss": 4.0, "loss_lm": _loss(summary, step, steps) * noise,
+        "learning_rate": 1e-3, "grad_norm": summary["grad_norm_mean"] * noise, "seconds": 0.2,
         **{f"gate_prob/layer_{layer}": probability for layer in summary["layers"]},
     }  # fmt: skip
 

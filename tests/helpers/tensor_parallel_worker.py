@@ -1,8 +1,10 @@
-"""What two processes compute for test_readable.py with a base that is split over them by its own plan.
+"""What two processes compute for test_readable.py with a base that is split over them
+by its own plan.
 
     torchrun --nproc_per_node 2 tensor_parallel_worker.py FOLDER
 
-FOLDER/<family>-<target> holds a base and, in `adapter`, an adapter; what a rank computes is saved there as <rank>.pt.
+FOLDER/<family>-<target> holds a base and, in `adapter`, an adapter; what a rank computes is saved
+there as <rank>.pt.
 """
 
 from __future__ import annotations

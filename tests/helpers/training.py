@@ -1,4 +1,5 @@
-"""What the training tests share: tiny datasets, a Trainer with fixed order, and the gradients of every step."""
+"""What the training tests share: tiny datasets, a Trainer with fixed order,
+and the gradients of every step."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_same_tensors(
     one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], tolerance: float = 0.0
 ) -> None:
-    """Equal keys and values; bit for bit unless a tolerance, relative to each tensor's largest value, is given."""
+    """Equal keys and values; bit for bit unless a tolerance,
+    relative to each tensor's largest value, is given."""
     assert one.keys() == two.keys() and one
     for name, value in one.items():
         if tolerance == 0.0:

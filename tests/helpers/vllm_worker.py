@@ -1,10 +1,12 @@
-"""A program that serves prompts with vLLM in a process of its own: `python vllm_worker.py REQUEST.json ANSWER.json`.
+"""A program that serves prompts with vLLM in a process of its own:
+`python vllm_worker.py REQUEST.json ANSWER.json`.
 
-A request is a list of engines, one after the other: each has `model`, `adapter` (settings), `options` of `vllm.LLM`,
-`new_tokens`, and `passes`, lists of calls, each a list of prompts; `budgets` are pairs of a prompt
-and the budget that it asks for. An answer has, for every engine, `tokens` in the
-shape of the passes, `cached` (tokens of prompts that the prefix cache had), and for every process, by routed layer,
-`entered` (rows that entered its MLP) and `counted` (rows in full, rows).
+A request is a list of engines, one after the other: each has `model`, `adapter` (settings),
+`options` of `vllm.LLM`, `new_tokens`, and `passes`, lists of calls, each a list of prompts;
+`budgets` are pairs of a prompt and the budget that it asks for. An answer has, for every engine,
+`tokens` in the shape of the passes, `cached` (tokens of prompts that the prefix cache had), and for
+every process, by routed layer, `entered` (rows that entered its MLP) and `counted` (rows in full,
+rows).
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(
-    HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+    HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",
 )  # fmt: skip
 
 _ROWS: dict[int, int] = {}

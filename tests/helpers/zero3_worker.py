@@ -2,8 +2,8 @@
 
     accelerate launch --config_file zero3.yaml zero3_worker.py FOLDER
 
-Where there is no GPU, Accelerate counts one process under DeepSpeed, and looks for a GPU's number. Here it is told
-better. DeepSpeed's compiled operators are left out: their build may not end.
+Where there is no GPU, Accelerate counts one process under DeepSpeed, and looks for a GPU's number.
+Here it is told better. DeepSpeed's compiled operators are left out: their build may not end.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ def test_decisions_can_be_kept(model: PeftModel) -> None:
 
 
 def test_where_skipping_pays_it_is_done(model: PeftModel) -> None:
-    """An FFN that takes its time per row: gathering beats computing everything, in prefill and in decode."""
+    """An FFN that takes its time per row: gathering beats computing everything,
+    in prefill and in decode."""
     ids = tokens(4, 8)
     before = logits(model, ids)
     for layer in model.base_model.model.model.layers:

@@ -47,7 +47,7 @@ def tables(model: PeftModel) -> list[torch.Tensor]:
     ]
 
 
-# --- the quantile function ---------------------------------------------------------------------------------------
+# --- the quantile function ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 37, 200, 201, 1000])
@@ -190,7 +190,7 @@ def test_a_batch_of_padding_moves_no_table() -> None:
     assert torch.equal(quantiles.values, table) and quantiles.updates == 1
 
 
-# --- calibrate ---------------------------------------------------------------------------------------------------
+# --- calibrate ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -202,7 +202,8 @@ def test_calibrate_hits_the_budget_on_its_own_data(budget: float, gate: str) -> 
     assert list(measured) == list(returned) == [1, 2, 3]
     assert measured == pytest.approx(returned)
     assert measured[1] == pytest.approx(budget, abs=0.01)
-    # The first routed layer's scores do not depend on decisions; the others' move with those of the layers before.
+    # The first routed layer's scores do not depend on decisions; the others' move with those of the
+    # layers before.
     assert all(ratio == pytest.approx(budget, abs=0.02) for ratio in measured.values())
     assert model.peft_config["default"].budget == budget
 
@@ -329,7 +330,7 @@ def test_calibrating_twice_gives_the_same_thresholds() -> None:
         assert torch.equal(a, b)
 
 
-# --- set_budget --------------------------------------------------------------------------------------------------
+# --- set_budget -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -379,7 +380,7 @@ def test_set_budget_touches_the_active_adapter_only() -> None:
     assert (model.peft_config["default"].budget, model.peft_config["other"].budget) == (0.2, 0.4)
 
 
-# --- errors ------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 LENGTHS = (8, 5, 8, 3)
@@ -572,7 +573,8 @@ def test_the_adapters_own_threshold_stays_where_its_budget_is_between_two_entrie
 
 
 def test_a_controllers_other_budgets_are_measured_at_each_of_them() -> None:
-    """Its threshold is that of the adapter's own budget: it decides nothing where another one is asked for."""
+    """Its threshold is that of the adapter's own budget:
+    it decides nothing where another one is asked for."""
     model = build_routed("llama", selection="controller")
     calibrate(model, text_batches(), budget=0.5)
     without = copy.deepcopy(model)

@@ -392,8 +392,8 @@ def test_the_search_returns_the_fastest_of_its_table() -> None:
     model = build_routed("gpt2")
     before = logits(model)
     found = search_draft(
-        model, [tokens(1, 6)], max_new_tokens=6, budgets=[0.5, 1.0], drops=[[], [2]], lengths=[2, 3], rounds=1,
-        confidences=[0.0], eos_token_id=None,
+        model, [tokens(1, 6)], max_new_tokens=6, budgets=[0.5, 1.0], drops=[[], [2]],
+        lengths=[2, 3], rounds=1, confidences=[0.0], eos_token_id=None,
     )  # fmt: skip
     assert found.table[0] is found.best
     last = [row.speedup for row in found.table[: 2 * 2]]  # two shapes, two lengths

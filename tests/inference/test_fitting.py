@@ -38,7 +38,8 @@ def branches(model):
 
 @torch.no_grad()
 def dense_update(model, layer, target, batches):
-    """What the branch of the only routed `layer` reads and what it should say, `[N, d]` each, on the dense stream."""
+    """What the branch of the only routed `layer` reads and what it should say, `[N, d]` each,
+    on the dense stream."""
     rows = []
     decoder = decoder_layers(model)[layer]
     seen = {}
@@ -238,7 +239,8 @@ def test_a_fitted_memory_brings_text_that_it_has_not_seen_closer_to_the_dense_mo
 
 
 def test_a_narrow_branch_gets_what_the_metric_says_matters() -> None:
-    """The update has a large part that costs nothing and a small one that does; there is room for one of them."""
+    """The update has a large part that costs nothing and a small one that does;
+    there is room for one of them."""
     generator = torch.Generator().manual_seed(0)
     x_Nd = torch.randn(512, 8, generator=generator)
     y_Nd = torch.zeros(512, 8)

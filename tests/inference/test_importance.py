@@ -12,7 +12,8 @@ MOE_FAMILIES = tuple(name for name in FAMILY_NAMES if "moe" in name or name == "
 
 
 def streams(model, batch):
-    """`(h, a, out)` of every decoder layer, `[B, T, d]` each, from forward passes cut off after each layer."""
+    """`(h, a, out)` of every decoder layer, `[B, T, d]` each,
+    from forward passes cut off after each layer."""
     layers, family = decoder_layers(model), find_family(model)
     seen = {}
 

@@ -1,4 +1,5 @@
-"""Whatever changes a model leaves it as it was if it is interrupted, at every forward pass that it makes."""
+"""Whatever changes a model leaves it as it was if it is interrupted,
+at every forward pass that it makes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BATCHES = [{"input_ids": tokens(2, 8, seed)} for seed in range(2)]
 
 @contextmanager
 def interrupted(model: nn.Module, at: int, error: type[BaseException]) -> Iterator[list[int]]:
-    """Raise `error` in the forward pass number `at` through the last decoder layer; yields a list of one per pass."""
+    """Raise `error` in the forward pass number `at` through the last decoder layer;
+    yields a list of one per pass."""
     passes: list[int] = []
 
     def count(*_: Any) -> None:

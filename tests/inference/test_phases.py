@@ -1,4 +1,5 @@
-"""`phases="prefill"`: prompts are routed but for their last token, and what follows is the base's work."""
+"""`phases="prefill"`: prompts are routed but for their last token,
+and what follows is the base's work."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.trace import RouteTrace, count_routes
 
 PROMPT, STEPS = 7, 3
-# Every target, every way to mix the paths, and what decides besides a threshold: family, kind, fields.
+# Every target, every way to mix the paths, and what decides besides a threshold: family, kind,
+# fields.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ffn": ("llama", "mlp", {}),
     "ffn_gpt2": ("gpt2", "mlp", {}),
@@ -86,7 +88,8 @@ def decoded(model: Any, ids: torch.Tensor, prompt: int, **kwargs: Any) -> torch.
 
 @torch.no_grad()
 def by_hand(model: PeftModel, ids: torch.Tensor, prompt: int, tail: int = 1) -> torch.Tensor:
-    """`decoded`: the prompt but its last `tail` tokens through the routed model, everything else through the base."""
+    """`decoded`: the prompt but its last `tail` tokens through the routed model,
+    everything else through the base."""
     cache = model(input_ids=ids[:, : prompt - tail], use_cache=True).past_key_values
     logits = []
     with model.disable_adapter():

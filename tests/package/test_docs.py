@@ -1,4 +1,5 @@
-"""What the documentation says runs: every code block of the README and of `docs/`, and the notebook."""
+"""What the documentation says runs: every code block of the README and of `docs/`,
+and the notebook."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reader(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A reader's working directory, with a text; what the page registers is forgotten afterwards."""
+    """A reader's working directory, with a text; what the page registers is
+    forgotten afterwards."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
     monkeypatch.chdir(tmp_path)
     lines = [
@@ -142,7 +144,8 @@ def test_a_page_runs_from_top_to_bottom(page: Path, reader: Path) -> None:
 
 
 def test_the_readme_is_read_in_minutes() -> None:
-    """At most 120 lines, cells of tables that are read at a glance, and each term explained where it first stands."""
+    """At most 120 lines, cells of tables that are read at a glance,
+    and each term explained where it first stands."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
     cells = [cell for line in text.splitlines() if line.startswith("|") for cell in line.split("|")]
@@ -203,7 +206,8 @@ def test_a_page_that_loads_from_another_host_is_noticed(page: str, tmp_path: Pat
     requests_of = load_script(DOCS / "hooks" / "self_contained.py").requests_of
     (tmp_path / "bad.html").write_text(f"<html><body>{page}</body></html>")
     (tmp_path / "good.html").write_text(
-        '<link rel="canonical" href="https://example/"><a href="https://example/">x</a><script src="a.js"></script>'
+        '<link rel="canonical" href="https://example/"><a href="https://example/">x</a><script '
+        'src="a.js"></script>'
     )
     assert len(requests_of(tmp_path / "bad.html")) == 1
     assert requests_of(tmp_path / "good.html") == []

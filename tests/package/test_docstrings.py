@@ -1,4 +1,5 @@
-"""How the package's own text is written: docstrings that say what a thing is, and papers called by their names."""
+"""How the package's own text is written: docstrings that say what a thing is,
+and papers called by their names."""
 
 import ast
 import re
@@ -19,7 +20,8 @@ PAGES = sorted(
 IDENTIFIER = re.compile(r"arXiv:\d{4}\.\d{5}")
 # The package's own habits, where peft and transformers have a noun phrase or a verb.
 UNUSUAL = re.compile(
-    r"\A\s*Wh(?:at|o|oever)\b|\b[Nn]one where\b|\b(?:[Ww]hoever|[Ss]omebody|[Nn]obody|[Bb]eside)\b|\b[Ii]n front of\b"
+    r"\A\s*Wh(?:at|o|oever)\b|\b[Nn]one "
+    r"where\b|\b(?:[Ww]hoever|[Ss]omebody|[Nn]obody|[Bb]eside)\b|\b[Ii]n front of\b"
 )
 # What begins a docstring, or the description of an argument, without saying what the thing is.
 OWNER_ONLY = re.compile(r"\A\s*Of |^\s+\**\w+(?: \([^)]*\))?: Of |\n\n\s*Of ", re.MULTILINE)
@@ -28,7 +30,10 @@ ROUTER_TUNING = (
     "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in Transformers"
 )
 TOKEN_SELECTIVE = "Adaptive Computation Depth via Learned Token Routing in Transformers"
-COUNTERFACTUAL = "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory"
+COUNTERFACTUAL = (
+    "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style "
+    "Conditional Memory"
+)
 FLEXIDEPTH = "Adaptive Layer-skipping in Pre-trained LLMs"
 IDENTIFIERS = {
     DEPTH_ROUTING: "arXiv:2604.17228",

@@ -1,4 +1,5 @@
-"""Gates, losses, targets and rules from outside the package, by public tables: nothing in it knows rows by name."""
+"""Gates, losses, targets and rules from outside the package, by public tables:
+nothing in it knows rows by name."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class NormGate(Gate):
 
 
 class DoubtGate(Gate):
-    """The entropy of what the LM head would say now, times a learned factor: a gate that declares much."""
+    """The entropy of what the LM head would say now, times a learned factor:
+    a gate that declares much."""
 
     called = "doubt"
     targets, selections = ("block", "attention"), ("threshold", "soft")
@@ -115,7 +117,8 @@ def sure_loss(inputs: LossInputs) -> torch.Tensor:
 
 @contextmanager
 def head_inputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """The streams `[B, T, d]` that enter the LM head, with graph, while the model runs in the block."""
+    """The streams `[B, T, d]` that enter the LM head, with graph,
+    while the model runs in the block."""
     seen: list[torch.Tensor] = []
     handle = model.get_output_embeddings().register_forward_pre_hook(
         lambda head, args: seen.append(args[0])
@@ -332,7 +335,10 @@ def test_row_that_is_no_gate_is_refused_in_one_line(
     [
         (
             {},
-            "gate='doubt' decides on whole blocks or attention, .*; use target='block' or 'attention' and granularity",
+            (
+                "gate='doubt' decides on whole blocks or attention, .*; use target='block' or "
+                "'attention' and granularity"
+            ),
         ),
         (
             {"target": "block", "selection": "topk"},
@@ -517,7 +523,8 @@ def test_wrong_loss_weights_are_refused_in_one_line(given: Any, message: str) ->
 
 
 def compared_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and row name of every comparison of something called gate or target with the name of a row."""
+    """Line and row name of every comparison of something called gate or target with
+    the name of a row."""
     rows = {"gate": set(GATES), "target": set(TARGETS)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
@@ -570,7 +577,8 @@ def test_nothing_outside_their_own_files_compares_the_names_of_gates_and_targets
 def test_a_loss_from_outside_brings_what_it_watches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Two rows with the same observer share it; without a weight nothing is watched, and the term does not apply."""
+    """Two rows with the same observer share it; without a weight nothing is watched,
+    and the term does not apply."""
     watched: list[nn.Module] = []
 
     @contextmanager

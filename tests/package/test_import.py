@@ -22,7 +22,8 @@ HEAVY = (
 )
 
 
-# What two processes see that import the package before PEFT and after it; each takes seconds to start.
+# What two processes see that import the package before PEFT and after it; each takes seconds to
+# start.
 LOOK = "[name for name in heavy if name in sys.modules]"
 READ = "PeftConfig.from_pretrained(folder).budget"
 FIRST = f"""

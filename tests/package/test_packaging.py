@@ -1,6 +1,8 @@
-"""What an installation relies on: versions that agree, pins above the lower bounds, the commands of the Makefile.
+"""What an installation relies on: versions that agree, pins above the lower bounds,
+the commands of the Makefile.
 
-Whether the pins resolve from the public index is checked by `make resolve`, which needs the network.
+Whether the pins resolve from the public index is checked by `make resolve`, which needs the
+network.
 """
 
 from __future__ import annotations
@@ -106,7 +108,10 @@ def test_one_variable_asks_for_a_small_build_of_pytorch(
     for tool in ("make", "sh", "bash"):
         if found := shutil.which(tool):
             (tools / tool).symlink_to(found)
-    with_pip = f"{tmp_path}/none/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt"
+    with_pip = (
+        f"{tmp_path}/none/bin/python -m pip install -q --disable-pip-version-check -c "
+        "constraints.txt"
+    )
     assert f"{with_pip} {what}" in commands(path=str(tools))
     small = commands("TORCH=cpu", path=str(tools))
     assert f"{with_pip} uv" in small

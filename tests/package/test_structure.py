@@ -1,4 +1,5 @@
-"""The package is a handful of rooms, and a room imports only those in front of it: `ORDER` of `.ci/structure.py`."""
+"""The package is a handful of rooms, and a room imports only those in front of it:
+`ORDER` of `.ci/structure.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""FlexiDepth (arXiv:2503.23798): its equations, its checkpoint's layout, and what every adapter promises."""
+"""FlexiDepth (arXiv:2503.23798): its equations, its checkpoint's layout,
+and what every adapter promises."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def router_tensors(seed: int = 2) -> Tensors:
 
 
 def write_checkpoint(folder: Path) -> Path:
-    """`folder/plain`, a tiny Llama with its tokenizer, and `folder/published`, the same with routers, in two shards."""
+    """`folder/plain`, a tiny Llama with its tokenizer, and `folder/published`,
+    the same with routers, in two shards."""
     torch.manual_seed(0)
     base = LlamaForCausalLM(config_of_base())
     for name, parameter in base.named_parameters():
@@ -135,7 +137,8 @@ def tokens(batch: int = 2, length: int = 24) -> torch.Tensor:
 
 @torch.no_grad()
 def reference(saved: Path, ids: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """Logits `[B, T, V]` and routers' `p` `[B, T]`, by the equations and the checkpoint's own names."""
+    """Logits `[B, T, V]` and routers' `p` `[B, T]`, by the equations and the
+    checkpoint's own names."""
     base = AutoModelForCausalLM.from_pretrained(saved / "plain", dtype=torch.float32).eval()
     tensors, decoder = router_tensors(), base.model
     h = decoder.embed_tokens(ids)
@@ -308,7 +311,8 @@ def test_a_saved_copy_in_a_fresh_process_is_the_same_and_generates(
         "base = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)\n"
         "model = peft.PeftModel.from_pretrained(base, sys.argv[2]).eval()\n"
         "ids = torch.tensor([[5, 6, 7, 8]])\n"
-        "print(model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist())\n"
+        "print(model.generate(ids, max_new_tokens=8, do_sample=False, "
+        "pad_token_id=0)[0].tolist())\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code, saved / "plain", tmp_path / "again"],

@@ -1,4 +1,5 @@
-"""Gates: the paper's parameter counts, float32 scores, and weights that depend on the seed alone."""
+"""Gates: the paper's parameter counts, float32 scores,
+and weights that depend on the seed alone."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def test_parameter_counts_are_the_papers(case: str) -> None:
         sum(n for n, trains in counts if trains),
         sum(n for n, _ in counts),
     )
-    # The paper counts one target projection and compares it with a total that includes the frozen one.
+    # The paper counts one target projection and compares it with a total that includes the frozen
+    # one.
     assert (shown_trainable, shown_total) == (trainable, total)
 
 
@@ -157,7 +159,10 @@ def test_same_seed_gives_the_same_weights_in_another_process() -> None:
         [
             sys.executable,
             "-c",
-            f"import sys; sys.path[:0] = {[str(HELPERS), str(Path(__file__).parent), str(ROOT)]}; {program}",
+            (
+                "import sys; sys.path[:0] = "
+                f"{[str(HELPERS), str(Path(__file__).parent), str(ROOT)]}; {program}"
+            ),
         ],
         capture_output=True,
         text=True,

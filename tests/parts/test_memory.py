@@ -1,4 +1,5 @@
-"""Conditional memory: hashes that never change, n-grams that end where a document begins, and a gate that is forced."""
+"""Conditional memory: hashes that never change, n-grams that end where a document begins,
+and a gate that is forced."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def forced(alphas: dict[int, float], shape: tuple[int, int]) -> RouteTrace:
     )
 
 
-# --- n-grams and hashes -------------------------------------------------------------------------------------------
+# --- n-grams and hashes ---------------------------------------------------------------------------
 
 
 GOLDEN = {
@@ -199,7 +200,7 @@ def test_pieces_of_a_sequence_have_the_suffixes_of_the_whole(
     assert torch.equal(torch.cat(pieces, dim=1), suffixes(ids, order))
 
 
-# --- what the layer computes --------------------------------------------------------------------------------------
+# --- what the layer computes ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", [*FAMILY_NAMES, "gpt_neox", "falcon", "gemma2", "olmo2"])
@@ -299,11 +300,12 @@ def test_low_precision_is_finite_with_float32_scores(dtype: torch.dtype) -> None
         assert all(record.scores.dtype == torch.float32 for record in trace.values())
 
 
-# --- the same numbers, however the input is cut ---------------------------------------------------------------------
+# --- the same numbers, however the input is cut ---------------------------------------------------
 
 
 def assert_same(found: Run, expected: Run) -> None:
-    """Nothing is decided, so that nothing can flip: without replaying, gates and logits are the same."""
+    """Nothing is decided, so that nothing can flip: without replaying,
+    gates and logits are the same."""
     assert gap(found[0], expected[0]) < 1e-5
     for index, record in expected[1].items():
         assert gap(found[1][index].probs, record.probs) < 1e-6
@@ -367,7 +369,7 @@ def test_compiled_passes_are_eager_ones_without_a_break() -> None:
     torch.compiler.reset()
 
 
-# --- generation ---------------------------------------------------------------------------------------------------
+# --- generation -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", GENERATIONS.values(), ids=GENERATIONS)
@@ -542,7 +544,7 @@ def test_packing_by_lengths_is_packing_by_positions() -> None:
     assert torch.equal(by_positions, torch.cat(separate, dim=1))
 
 
-# --- training -----------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def test_every_trainable_parameter_gets_a_gradient_and_the_base_gets_none() -> None:
@@ -619,7 +621,8 @@ def test_routers_of_the_base_are_balanced_beside_a_memory(
 
 
 def test_a_base_trains_with_its_memory_from_scratch() -> None:
-    """As `recipes/token_selective` trains its routers: an untrained base, and everything unfrozen."""
+    """As `recipes/token_selective` trains its routers: an untrained base,
+    and everything unfrozen."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 64,
@@ -648,7 +651,7 @@ def test_a_base_trains_with_its_memory_from_scratch() -> None:
     assert unmoved == []
 
 
-# --- the oracle ---------------------------------------------------------------------------------------------------
+# --- the oracle -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["on_policy", "all_full"])
@@ -708,7 +711,7 @@ def test_oracle_auc_of_the_memorys_gate_is_measured() -> None:
         assert found is not None and 0 < found < 1
 
 
-# --- files --------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_save_and_load_give_the_same_model_and_bytes(tmp_path: Path) -> None:
@@ -806,7 +809,10 @@ def test_hostile_configurations_are_refused_before_anything_is_allocated(
     [
         (
             {"memory_width": 33},
-            r"memory_width=33: 8 hashes look up 264 numbers for a token; on this model at most 256$",
+            (
+                r"memory_width=33: 8 hashes look up 264 numbers for a token; on this model at most "
+                r"256$"
+            ),
         ),
         (
             {"memory_slots": 1 << 26, "memory_width": 8},
@@ -883,15 +889,16 @@ def test_summary_and_card_say_what_it_is(adapter: Path) -> None:
         assert line in card, line
 
 
-# --- what does not go together ------------------------------------------------------------------------------------
+# --- what does not go together --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"gate": "linear"}, {"budget": 0.3}, {"selection": "topk"}, {"threshold": "budget"}, {"phases": "prefill"},
-        {"budget_scope": "global"}, {"scale_by_gate": True}, {"causal_rule": "predictor"}, {"gate_temperature": 2.0},
-        {"granularity": "sequence"}, {"dropped_experts": [[0]]},
+        {"gate": "linear"}, {"budget": 0.3}, {"selection": "topk"}, {"threshold": "budget"},
+        {"phases": "prefill"}, {"budget_scope": "global"}, {"scale_by_gate": True},
+        {"causal_rule": "predictor"}, {"gate_temperature": 2.0}, {"granularity": "sequence"},
+        {"dropped_experts": [[0]]},
     ],
     ids=lambda fields: next(iter(fields)),
 )  # fmt: skip
@@ -946,11 +953,12 @@ def test_what_cannot_work_says_so_in_one_line(case: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-# --- size and use -------------------------------------------------------------------------------------------------
+# --- size and use ---------------------------------------------------------------------------------
 
 
 def test_the_papers_model_has_its_number_of_parameters() -> None:
-    """12 layers, d = 768, memory in layers 2, 4 and 6, 500,000 slots of 32 each, DeepSeek-V3's vocabulary, untied."""
+    """12 layers, d = 768, memory in layers 2, 4 and 6, 500,000 slots of 32 each,
+    DeepSeek-V3's vocabulary, untied."""
     with torch.device("meta"):
         base = GPT2LMHeadModel(GPT2Config(vocab_size=128_815, tie_word_embeddings=False))
         model = get_depth_routed_model(base, DepthRouteConfig(target="memory", layers=[2, 4, 6]))

@@ -194,7 +194,8 @@ def test_decoding_reads_copies_of_the_bases_rows_and_gives_what_a_pass_gives(
 
 @pytest.mark.parametrize("name", ["gate_proj", "down_proj", ""])
 def test_what_is_watched_is_called_in_decoding_too(name: str) -> None:
-    """A hook on the FFN or on a part of it counts, whether it is there before the first step or comes between two."""
+    """A hook on the FFN or on a part of it counts, whether it is there before the first step or
+    comes between two."""
     model, ids = build(layers=[1]), tokens(3, 16, seed=4)
     plain = decoded(model, ids)
     watched = decoder_layers(model)[1].mlp.get_submodule(name)

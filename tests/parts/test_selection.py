@@ -37,7 +37,8 @@ def choose(scores: list[float], real: list[bool] | None, budget: float) -> list[
 
 
 def chosen_by_definition(scores: list[float], real: list[bool], budget: float) -> list[bool]:
-    """The rule written out: real scores that are numbers, highest first, lowest index first among equals."""
+    """The rule written out: real scores that are numbers, highest first,
+    lowest index first among equals."""
     count = exact_count(budget, sum(real))
     eligible = [
         i

@@ -1,4 +1,5 @@
-"""`gate="sinks"`: tokens with a stream far larger than the others' run in full, and all others skip."""
+"""`gate="sinks"`: tokens with a stream far larger than the others' run in full,
+and all others skip."""
 
 from __future__ import annotations
 

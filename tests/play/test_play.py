@@ -1,4 +1,5 @@
-"""`hf-depthroute play` and the Space: what is written, what is counted, and the page in headless Chromium."""
+"""`hf-depthroute play` and the Space: what is written, what is counted,
+and the page in headless Chromium."""
 
 from __future__ import annotations
 
@@ -153,7 +154,8 @@ def test_the_page_rounds_the_budget_and_says_of_which_layers_it_is(
     )
     assert slider.value == 0.73
     assert slider.info == (
-        "The adapter's is 0.732 of the calls in 3 layers with a gate, which is 0.799 of all 4 layers."
+        "The adapter's is 0.732 of the calls in 3 layers with a gate, which is 0.799 of all 4 "
+        "layers."
     )
     assert box.visible and box.value
     run = next(fn.fn for fn in page.fns.values() if slider in fn.inputs)
@@ -236,7 +238,8 @@ def test_the_command_serves_the_page_until_ctrl_c(files: tuple[Path, Path]) -> N
     port = free_port()
     words = ["play", str(adapter), "--model", str(base), "--port", str(port)]
     with subprocess.Popen(
-        [sys.executable, "-m", "hf_depthroute", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "hf_depthroute", *words], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
         # A test run in the background of a shell ignores Ctrl-C, and its children inherit that.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as server:  # fmt: skip

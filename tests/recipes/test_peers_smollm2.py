@@ -1,4 +1,5 @@
-"""The recipe that compares other packages with this library, on a tiny model and without those packages."""
+"""The recipe that compares other packages with this library,
+on a tiny model and without those packages."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def test_a_fifth_of_the_blocks_left_out_is_counted(recipe, setup, texts, name):
 
 @pytest.mark.parametrize(("name", "setting"), [("routed", "all"), ("prompts", "prompts")])
 def test_a_fitted_router_is_kept_and_read_again(recipe, setup, texts, name, setting, monkeypatch):
-    # The clock chooses what a prompt leaves out, and would choose by chance in a model of this size.
+    # The clock chooses what a prompt leaves out, and would choose by chance in a model of this
+    # size.
     monkeypatch.setattr(
         option_times, "time_savings", lambda base, found, *given: dict.fromkeys(found[0], 0.11)
     )
@@ -191,8 +193,9 @@ def test_the_table_has_a_line_for_what_ran_and_a_sentence_for_what_did_not(recip
     check = {"flips": 0, "of": 32, "difference": 2e-5}
     same, refused = {"changed": 0, "of": 4, "difference": 0.0}, {"fails": "ValueError: batch"}
     row = {
-        "trained": "", "setting": "all", "calls": {"pass": 0.8, "decode": 0.8, "flops": 84.0}, "agreement": check,
-        "batch": same, "padding": refused, "loss": {"texts": {"a": {"more": 0.1, "error": 0.03, "rows": 4}}},
+        "trained": "", "setting": "all", "calls": {"pass": 0.8, "decode": 0.8, "flops": 84.0},
+        "agreement": check, "batch": same, "padding": refused,
+        "loss": {"texts": {"a": {"more": 0.1, "error": 0.03, "rows": 4}}},
     }  # fmt: skip
     found = {"dense": {"calls": {"flops": 100.0}}, "exit": row, "tide": {"fails": "ImportError: X"}}
     timed = {"over_dense": {"exit": {"prompt": 0.81, "one": 0.82}}}

@@ -1,7 +1,8 @@
-"""A preset is the method: it names every field that makes one, and the recipe of its paper has the same.
+"""A preset is the method: it names every field that makes one,
+and the recipe of its paper has the same.
 
-What a recipe sets otherwise is named here with its reason; a field that differs without one fails, and so does a reason
-whose field no longer differs.
+What a recipe sets otherwise is named here with its reason; a field that differs without one fails,
+and so does a reason whose field no longer differs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ SMALL = "six layers"
 PILOTS = "picked in pilots: with the published value the gates hardly move in so few steps"
 RUN_LENGTH = "scaled with the steps of the run"
 SCHEDULE = "the library's default; the paper does not say, the preset follows its authors' code"
-CALIBRATED = "held by a calibrated threshold of all layers after training, so that shares are equal in comparisons"
+CALIBRATED = (
+    "held by a calibrated threshold of all layers after training, so that shares are equal in "
+    "comparisons"
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,9 @@ def recipes(out: Path) -> Iterator[Recipe]:
     )
     arguments = tuning.training_arguments(study, row | {"seed": 1}, out)
     tuned = {
-        "capacity_weight": "at the paper's largest, 0.1, the routers stay dense here; 4 to 10 reach the budget",
+        "capacity_weight": (
+            "at the paper's largest, 0.1, the routers stay dense here; 4 to 10 reach the budget"
+        ),
         "learning_rate": PILOTS,
         "warmup_steps": RUN_LENGTH,
         **dict.fromkeys(("lr_scheduler_type", "lr_scheduler_kwargs"), SCHEDULE),
@@ -142,7 +148,8 @@ def recipes_of_the_long_study(out: Path) -> Iterator[Recipe]:
 
 
 def without_effect(config: DepthRouteConfig, training: dict[str, Any]) -> set[str]:
-    """Fields that change nothing of a method: sizes of other gates, weights of losses that do not apply."""
+    """Fields that change nothing of a method: sizes of other gates,
+    weights of losses that do not apply."""
     gate = GATES[config.gate]
     sizes = {"gate_hidden", "context_dim", "summary_dim", "action_dim"} - set(gate.sizes)
     unused = {

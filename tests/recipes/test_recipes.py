@@ -93,7 +93,8 @@ def test_figures_of_the_readme_and_of_the_results_are_made_from_the_committed_re
 
 
 def test_stories_are_compared_with_what_learns_nothing_on_the_same_branches():
-    """As the page says: normed gates are below random routing and drops, residual ones are not below random routing."""
+    """As the page says: normed gates are below random routing and drops,
+    residual ones are not below random routing."""
     result = json.loads((RECIPES / "stories260k" / "results.json").read_text())
     rows = {
         (r["gate"], r["gate_input"], len(r["layers"]), r["rule"], r["budget"]): r
@@ -117,7 +118,8 @@ def test_stories_are_compared_with_what_learns_nothing_on_the_same_branches():
 
 
 def test_experts_are_compared_with_the_strongest_static_drop():
-    """The page of results has the static choice with the lowest loss near the share of pairs that the routers run."""
+    """The page of results has the static choice with the lowest loss near the share of pairs that
+    the routers run."""
     runs = json.loads((RECIPES / "moe" / "results.json").read_text())["runs"]
     static = [run for run in runs if "dropped" in run and abs(run["share"] - 0.5) < 0.08]
     best = min(static, key=lambda run: run["loss"])
@@ -216,10 +218,10 @@ def test_every_row_of_the_claims_has_a_state_and_what_is_not_decided_says_why():
     assert sum(row.state == NOT_RUN for row in rows) == sum(map(len, known.values())) > 60
     text = claims.page().lower()
     missing = (
-        "enwik8", "context of 256", "10,000 steps", "thirteen thresholds", "batches of 1 to 128", "alpaca",
-        "deepseek-moe", "15 minutes", "skip transformer", "generation with attention skipped per sequence",
-        "capacity factor",
-        "re-routing", "annealed", "across devices", "orthogonal", "td-style", "0.5 b and 1 b", "expert choice",
+        "enwik8", "context of 256", "10,000 steps", "thirteen thresholds", "batches of 1 to 128",
+        "alpaca", "deepseek-moe", "15 minutes", "skip transformer",
+        "generation with attention skipped per sequence", "capacity factor", "re-routing",
+        "annealed", "across devices", "orthogonal", "td-style", "0.5 b and 1 b", "expert choice",
     )  # fmt: skip
     assert [name for name in missing if name not in text] == []
     for word in (
@@ -572,7 +574,8 @@ def test_row_operators_are_measured_by_what_they_have_to_do(tmp_path, monkeypatc
     assert len(rows) == len(capsys.readouterr().out.splitlines()) == 3 * (2 + 4) + 3 + 4
     ms = rows["linear_rows, 8 rows", 0.5]["ms"]
     rates = [rows["linear_rows, 8 rows", 0.5][name] for name in ("bandwidth", "matmul")]
-    # Eight rows read, half of them multiplied and written, in bfloat16; the reported time is rounded.
+    # Eight rows read, half of them multiplied and written, in bfloat16; the reported time is
+    # rounded.
     assert rates == pytest.approx(
         [2 * (8 + 64 + 4) * 64 / ms / 1e7, 2 * 4 * 64 * 64 / ms / 1e7], rel=0.05, abs=2e-4
     )
@@ -602,8 +605,8 @@ def test_a_short_training_on_a_real_model_beats_random_routing(tmp_path):
     config = DepthRouteConfig(layers=[2, 3, 4], branch_rank=8)
     model = get_depth_routed_model(AutoModelForCausalLM.from_pretrained(folder), config)
     arguments = DepthRouteTrainingArguments(
-        output_dir=str(tmp_path), max_steps=60, per_device_train_batch_size=16, learning_rate=4e-3, save_strategy="no",
-        report_to=[], use_cpu=True, disable_tqdm=True,
+        output_dir=str(tmp_path), max_steps=60, per_device_train_batch_size=16, learning_rate=4e-3,
+        save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     DepthRouteTrainer(model=model, args=arguments, train_dataset=rows).train()
 

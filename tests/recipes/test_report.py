@@ -63,7 +63,8 @@ def test_the_report_states_cost_and_saving_per_budget(tmp_path):
     text = write_report(tmp_path, results()).read_text()
     assert "| 0.5 | +0.5000 (50.0%) | +0.3500 (51.0%) | +0.2500 (49.0%) |" in text
     assert "| 0.5 | 0.800 (50%) | 0.800 (50%) | 0.800 (50%) | 0.800 (50%) |" in text
-    # A fifth of the time: two fifths of the FFNs, and so four fifths of what leaving half of them out loses.
+    # A fifth of the time: two fifths of the FFNs, and so four fifths of what leaving half of them
+    # out loses.
     assert "| 0.5 | 0.800 | +0.4000 | +0.3500 | +0.2500 |" in text
     assert "in 60 s on 120 tokens" in text
     assert "1,234 parameters train" in text

@@ -114,7 +114,8 @@ def test_every_part_is_measured_once(
 def test_tasks_are_answered_as_prompts_are_served(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """PIQA on made-up items, in the files' own layout: dense and routed answer the same items, once."""
+    """PIQA on made-up items, in the files' own layout:
+    dense and routed answer the same items, once."""
     monkeypatch.setitem(sys.modules, "run", recipe)
     spec = importlib.util.spec_from_file_location("smollm2_tasks", RECIPE.with_name("tasks.py"))
     assert spec is not None and spec.loader is not None

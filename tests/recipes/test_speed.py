@@ -1,4 +1,5 @@
-"""`recipes/speed`: suites of models with random weights, LoRA beside routers, and the pictures of a result."""
+"""`recipes/speed`: suites of models with random weights, LoRA beside routers,
+and the pictures of a result."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def test_lists_of_sizes_are_combined_and_overrides_win(suite_file):
 def test_a_depth_from_outside_keeps_the_share_of_routed_layers(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text(
-        "shape: qwen2.5-0.5b\ncases:\n - {case: load, layers: 'last:12'}\n - {case: load, layers: all}\n"
+        "shape: qwen2.5-0.5b\ncases:\n - {case: load, layers: 'last:12'}\n - {case: load, layers: "
+        "all}\n"
     )
     _, cases = read_suite(path, depth=6)
     assert [case.layers for case in cases] == ["last:3", "all"]

@@ -1,4 +1,5 @@
-"""A study: what its file may say, the same start and batches for every run, and continuing after any interruption."""
+"""A study: what its file may say, the same start and batches for every run,
+and continuing after any interruption."""
 
 from __future__ import annotations
 
@@ -394,7 +395,8 @@ def test_iso_compute_takes_its_steps_from_a_ratio_that_is_measured_once(
 
 
 def test_iso_compute_follows_the_configs_that_it_compares(folder, monkeypatch):
-    """A config that is timed changes: its time is measured again, and what was trained for the old time is refused."""
+    """A config that is timed changes: its time is measured again,
+    and what was trained for the old time is refused."""
     ratios = iter([2.0, 3.0])
     monkeypatch.setattr(step_ratio, "step_ratio", lambda *_: {"ratio": next(ratios)})
     steps = lambda: json.loads((folder / "out/runs/timed/42/summary.json").read_text())["steps"]  # noqa: E731
@@ -654,7 +656,8 @@ def test_the_command_prints_one_line_per_run_and_ends_with_what_failed(folder, c
 
 @pytest.fixture(scope="module")
 def processes() -> Any:
-    """Processes that start with everything imported, forked from a server that has computed nothing yet."""
+    """Processes that start with everything imported, forked from a server that has
+    computed nothing yet."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["study.runner", "hf_depthroute.inference.calibration", "sklearn.metrics"]

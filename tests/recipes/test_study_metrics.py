@@ -97,7 +97,8 @@ def test_an_all_full_refresh_runs_what_its_cost_counts():
     model(ids)
     before = dict(rows)
     utility_labels(model, {"input_ids": ids})
-    # `utility_labels` first runs the model's own forward pass; a refresh in training has it already.
+    # `utility_labels` first runs the model's own forward pass; a refresh in training has it
+    # already.
     ran = {name: (rows[name] - 2 * before[name]) / ids.numel() / len(layers) for name in rows}
     gate = route_cost(model, budget=1.0).ffn_ratio - 1
     branch = route_cost(model, full_ratio={1: 0.0, 2: 0.0, 3: 0.0}).ffn_ratio - gate

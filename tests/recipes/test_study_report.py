@@ -1,4 +1,7 @@
-"""The report of a study: what it reads, refuses, tabulates, concludes and draws. All numbers are planted."""
+"""The report of a study: what it reads, refuses, tabulates, concludes and draws.
+
+All numbers are planted.
+"""
 
 from __future__ import annotations
 
@@ -465,10 +468,11 @@ def test_every_rule_is_tried_in_every_direction():
 
 def test_a_sentence_holds_the_mean_its_interval_and_the_papers_number(tmp_path):
     _, sentence = verdict(tmp_path, "g3-early", early(-0.01, -0.03, -0.02))
-    # Four statements compare G1 and G3: t(2) at 1 - 0.05 / 4 / 2 is 8.86; 8.86 * 0.01 / sqrt(3) = 0.0512.
+    # Four statements compare G1 and G3: t(2) at 1 - 0.05 / 4 / 2 is 8.86; 8.86 * 0.01 / sqrt(3) =
+    # 0.0512.
     assert sentence == (
-        "Average loss of the first half, G3 minus G1: -0.0200 (-0.0712 to +0.0312; alone -0.0448 to +0.0048), "
-        "3 seeds. Paper: -0.0067. Neither interval decides."
+        "Average loss of the first half, G3 minus G1: -0.0200 (-0.0712 to +0.0312; alone -0.0448 "
+        "to +0.0048), 3 seeds. Paper: -0.0067. Neither interval decides."
     )
 
 
@@ -821,7 +825,8 @@ def test_an_interval_answers_what_was_stated(numbers, expected, word):
 
 
 def test_a_row_shows_both_intervals_and_says_where_the_seeds_cannot_decide():
-    """Every seed falls, and the interval of all rows together holds zero: the balance loss of experts, three seeds."""
+    """Every seed falls, and the interval of all rows together holds zero:
+    the balance loss of experts, three seeds."""
     falls = [-1.2, -0.8, -1.0]
     together, alone = (
         judge_one("evens the load", "", falls, "lower", statements) for statements in (10, 1)

@@ -53,9 +53,9 @@ def test_models_have_the_papers_sizes(load_script):
 def test_every_method_trains(load_script, method):
     script = load_script("run")
     run = {
-        "task": "copy", "method": method, "depth_weight": 0.001, "width": 32, "layers": 3, "heads": 2, "ffn": 64,
-        "length": 22, "batch": 8, "steps": 4, "lr": 1e-2, "warmup": 0, "weight_decay": 0.1, "seed": 0, "eval_every": 2,
-        "eval_blocks": 8,
+        "task": "copy", "method": method, "depth_weight": 0.001, "width": 32, "layers": 3,
+        "heads": 2, "ffn": 64, "length": 22, "batch": 8, "steps": 4, "lr": 1e-2, "warmup": 0,
+        "weight_decay": 0.1, "seed": 0, "eval_every": 2, "eval_blocks": 8,
     }  # fmt: skip
     _, record = script.train(run, script.load_task("copy", Path(), 22, script.DEVICE))
     first, _, last = record["curve"]

@@ -1,4 +1,5 @@
-"""The page in headless Chromium: drawn, pointed at, switched and typed into, without an error and without a request."""
+"""The page in headless Chromium: drawn, pointed at, switched and typed into,
+without an error and without a request."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
-    """`opened(path, **context) -> page`; after the test, nothing may have been said on the console or asked for."""
+    """`opened(path, **context) -> page`; after the test,
+    nothing may have been said on the console or asked for."""
     pages, said, asked = [], [], []
 
     def call(path: Path, **context: Any) -> Any:
@@ -123,7 +125,8 @@ def test_the_page_has_every_decision_of_the_trace(number, opened, file):
     # Filled by the toggle event, which comes after the click.
     page.locator("#as-table tbody tr").first.wait_for()
     rows = page.evaluate(
-        "[...document.querySelectorAll('#as-table tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+        "[...document.querySelectorAll('#as-table tbody tr')].map(r => [...r.cells].map(c => "
+        "c.textContent))"
     )
     pieces, counts = text_pieces(TOKENIZER, _ids())
     assert len(rows) == len(pieces)

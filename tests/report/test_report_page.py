@@ -1,4 +1,5 @@
-"""The page of a routed model: well formed, loading nothing, hostile text as text; and the command that writes it."""
+"""The page of a routed model: well formed, loading nothing, hostile text as text;
+and the command that writes it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from hf_depthroute.report.run_page import render_page
 
 
 class Page(HTMLParser):
-    """Balanced tags, ids, links inside the page, headings, and attributes that would load or run something."""
+    """Balanced tags, ids, links inside the page, headings,
+    and attributes that would load or run something."""
 
     VOID = ("meta", "link", "img", "br", "hr", "input")
 

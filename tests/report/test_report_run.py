@@ -1,4 +1,5 @@
-"""The data of a routed model's page: pieces of text, token views that equal the trace, measurements."""
+"""The data of a routed model's page: pieces of text, token views that equal the trace,
+measurements."""
 
 from __future__ import annotations
 

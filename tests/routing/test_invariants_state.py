@@ -1,4 +1,5 @@
-"""Invariants 1, 2 and 17: the base model comes back bit for bit, and adapters do not disturb each other."""
+"""Invariants 1, 2 and 17: the base model comes back bit for bit,
+and adapters do not disturb each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What would be silently wrong is said: thresholds that nobody fitted, training that trains nothing."""
+"""What would be silently wrong is said: thresholds that nobody fitted,
+training that trains nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def fresh(**fields: Any) -> PeftModel:
 
 
 def loop(model: PeftModel, steps: int = 12, with_losses: bool = True) -> None:
-    """The plain loop of docs/how-to/distributed-training.md, on the batches that `run_ratio` counts on."""
+    """The plain loop of docs/how-to/distributed-training.md,
+    on the batches that `run_ratio` counts on."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     batches = text_batches()
     for step in range(steps):
@@ -59,7 +61,7 @@ def loop(model: PeftModel, steps: int = 12, with_losses: bool = True) -> None:
         optimizer.zero_grad()
 
 
-# --- thresholds ----------------------------------------------------------------------------------------------------
+# --- thresholds -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gate", ["mlp", "jepa"])
@@ -133,7 +135,7 @@ def test_saving_and_doctor_name_thresholds_that_were_never_fitted(tmp_path: Path
     assert [f.state for f in examine(tmp_path) if f.text.startswith("calibrated: ")] == ["ok"]
 
 
-# --- training that trains nothing ----------------------------------------------------------------------------------
+# --- training that trains nothing -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_losses", [True, False])

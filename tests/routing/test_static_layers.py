@@ -1,4 +1,5 @@
-"""Static layers beside gated ones: every token takes their cheap path, without a gate; the budget is the others'."""
+"""Static layers beside gated ones: every token takes their cheap path, without a gate;
+the budget is the others'."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def build(family: str = "llama", kind: str = "mlp", **fields: Any) -> PeftModel:
 
 
 def forced(model: PeftModel, family: str = "llama", kind: str = "mlp", **fields: Any) -> PeftModel:
-    """The same adapter with gates in all layers, of which the static ones' let nothing run in full."""
+    """The same adapter with gates in all layers, of which the static ones' let
+    nothing run in full."""
     twin = build_routed(family, kind, **({"layers": STATIC["layers"]} | fields))
     twin.load_state_dict(model.state_dict(), strict=False)
     for routing in routings_of(twin):
@@ -92,7 +94,7 @@ def text(rows: int = 8, length: int = 16) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": part} for part in tokens(rows, length, seed=5).split(4)]
 
 
-# The configuration ------------------------------------------------------------------------------------------------
+# The configuration --------------------------------------------------------------------------------
 
 REFUSED: dict[str, dict[str, Any]] = {
     "static_layers=[4] must be routed layers, and layer 4 is none": {
@@ -161,7 +163,7 @@ def test_the_field_is_saved_sorted_and_only_where_it_is_set(tmp_path: Path) -> N
     assert "static_layers" not in DepthRouteConfig().to_dict()
 
 
-# What a static layer computes -------------------------------------------------------------------------------------
+# What a static layer computes ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "olmoe"])
@@ -307,7 +309,7 @@ def test_a_compiled_model_gives_the_eager_logits() -> None:
     torch._dynamo.reset()
 
 
-# The budget -------------------------------------------------------------------------------------------------------
+# The budget ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -422,8 +424,8 @@ def test_a_page_counts_the_layers_with_gates() -> None:
     row = dense | row | {"rule": "threshold", "full_ratio": 0.25}
     scores = collect_scores(model, text(), [0.5])
     report = RunReport(
-        title="A title", facts=[], rows=[dense, row], budgets=[0.5], follows_budget=True, scores=scores,
-        costs=count_costs(model, scores, 4, 16), cost_shape=(4, 16),
+        title="A title", facts=[], rows=[dense, row], budgets=[0.5], follows_budget=True,
+        scores=scores, costs=count_costs(model, scores, 4, 16), cost_shape=(4, 16),
         tokens=collect_tokens(model, byte_tokenizer(), [Sample("A text", tokens(1, 8)[0])], [0.5]),
     )  # fmt: skip
     page = render_page(report)
@@ -447,7 +449,7 @@ def test_a_hostile_list_is_refused_at_once() -> None:
     assert time.process_time() - started < 0.1
 
 
-# Saving, and what is said -----------------------------------------------------------------------------------------
+# Saving, and what is said -------------------------------------------------------------------------
 
 
 def test_a_saved_adapter_loads_as_it_was(tmp_path: Path) -> None:
@@ -526,8 +528,8 @@ def test_a_draft_without_any_gate_says_that_it_has_no_budget() -> None:
 
 def test_a_search_tries_the_draft_that_is_static_only() -> None:
     found = search_draft(
-        build(), [tokens(1, 6)], budgets=[0.5, 1.0], drops=[[]], confidences=(0.0,), lengths=(2,), rounds=1,
-        max_new_tokens=4, pad_token_id=0,
+        build(), [tokens(1, 6)], budgets=[0.5, 1.0], drops=[[]], confidences=(0.0,), lengths=(2,),
+        rounds=1, max_new_tokens=4, pad_token_id=0,
     )  # fmt: skip
     assert {row.budget for row in found.table} == {0.5, 1.0}
 
@@ -536,7 +538,7 @@ def test_vllm_serves_it() -> None:
     check_adapter(DepthRouteConfig(**STATIC))
 
 
-# Training ---------------------------------------------------------------------------------------------------------
+# Training -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["mlp", "jepa", "attention", "block"])
@@ -593,7 +595,8 @@ def test_labels_are_those_of_a_gate_that_lets_nothing_run(kind: str) -> None:
 
 
 def test_a_layer_that_is_static_is_so_in_every_fork() -> None:
-    """With all other layers full the static one is not: exact forks of the model at a budget of 1 say the same."""
+    """With all other layers full the static one is not:
+    exact forks of the model at a budget of 1 say the same."""
     model, ids = build(), tokens(2, 10, seed=7)
     set_budget(model, 1.0)
     positions = torch.tensor([3, 6])
@@ -612,7 +615,7 @@ def test_a_branch_is_fitted_to_all_tokens() -> None:
     assert sorted(left) == [1, 2, 3] and left[2] < 1 and only[2] < 1
 
 
-# A fit ------------------------------------------------------------------------------------------------------------
+# A fit --------------------------------------------------------------------------------------------
 
 
 def with_useless_layer(index: int = 2) -> Any:
@@ -664,7 +667,8 @@ def test_a_fit_makes_a_layer_static_that_nothing_needs(tmp_path: Path) -> None:
 
 
 def test_a_fit_keeps_a_gate_whose_loss_is_felt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that run many tokens lose their gates to a bound far too high, and get them back as the loss rises."""
+    """Layers that run many tokens lose their gates to a bound far too high,
+    and get them back as the loss rises."""
     config = DepthRouteConfig(layers="all", gate="affine")
     plain = fit_router(build_base("qwen3"), fit_text(), keep=0.5, config=config)
     assert plain.peft_config["default"].static_layers is None

@@ -18,7 +18,8 @@ def test_trainable_parameters_are_printed_with_what_is_routed(
     counts, routing = capsys.readouterr().out.splitlines()
     assert counts.startswith("trainable params: ")
     assert routing == (
-        "routed: 3 of 4 layers (1-3): ffn per token, budget 0.25, gate mlp, branch lowrank; adapter 'default'"
+        "routed: 3 of 4 layers (1-3): ffn per token, budget 0.25, gate mlp, branch lowrank; "
+        "adapter 'default'"
     )
 
 

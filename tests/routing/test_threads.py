@@ -1,4 +1,5 @@
-"""Threads that run one model at the same time with settings of their own: each gets what it gets alone."""
+"""Threads that run one model at the same time with settings of their own:
+each gets what it gets alone."""
 
 from __future__ import annotations
 
@@ -123,8 +124,9 @@ def a_step(model: Any, turn: int) -> None:
     model.eval()
 
 
-# What changes the model for all threads, and the ways to route that it is tried on. Not that of whole sequences and of
-# memories, of a layer that is turned off in the middle of a generation: the cache says so then (`base.cache`).
+# What changes the model for all threads, and the ways to route that it is tried on. Not that of
+# whole sequences and of memories, of a layer that is turned off in the middle of a generation: the
+# cache says so then (`base.cache`).
 CHANGES: list[tuple[Callable[[Any, int], None], str]] = [
     *((budgets, name) for name in ("controller", "exit", "attention", "sequence", "branch_memory")),
     *((phases, name) for name in ("controller", "attention", "branch_memory")),
@@ -145,7 +147,8 @@ CHANGES: list[tuple[Callable[[Any, int], None], str]] = [
 def test_a_change_of_the_model_beside_generations_raises_nothing_and_is_whole_in_the_end(
     change: Callable[[Any, int], None], name: str
 ) -> None:
-    """Generations that are under way go on with what changed; those that begin later do not notice it."""
+    """Generations that are under way go on with what changed;
+    those that begin later do not notice it."""
     model: Any = build(name)
     if change is adapters:
         model.add_adapter("other", dataclasses.replace(model.peft_config["default"], seed=5))
@@ -288,7 +291,8 @@ def test_two_changes_at_one_time_leave_what_one_after_the_other_leaves(
 def test_a_plan_is_not_kept_for_settings_that_it_was_not_made_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another thread changes the budget while a plan is made, and changes it back before the next pass."""
+    """Another thread changes the budget while a plan is made,
+    and changes it back before the next pass."""
     model: Any = build_routed("llama")
     expected, config = logits(model), model.peft_config["default"]
     model.train().eval()  # what was prepared is dropped
@@ -309,7 +313,8 @@ def test_a_plan_is_not_kept_for_settings_that_it_was_not_made_of(
 
 
 def test_overrides_that_overlap_in_two_threads_end_as_if_they_were_alone() -> None:
-    """The order that left routing off for good where settings were saved and put back: in 1, in 2, out 1, out 2."""
+    """The order that left routing off for good where settings were saved and put back: in 1, in 2,
+    out 1, out 2."""
     model = build_routed("llama")
     expected = logits(model)
     entered, left = threading.Event(), threading.Event()

@@ -82,7 +82,8 @@ for order, trains in itertools.product(("import inject", "inject import"), (True
 
 
 def test_the_trainer_is_wrapped_whenever_it_is_imported_if_an_adapter_trains() -> None:
-    """And importing the library puts nothing into Python's import system, nor imports the Trainer."""
+    """And importing the library puts nothing into Python's import system,
+    nor imports the Trainer."""
     ended = subprocess.run(
         [sys.executable, "-c", IN_ANY_ORDER],
         capture_output=True,

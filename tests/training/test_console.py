@@ -1,4 +1,5 @@
-"""What training prints is for people: one line per log entry; the values per layer go to the logs."""
+"""What training prints is for people: one line per log entry;
+the values per layer go to the logs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from hf_depthroute.training.log_lines import duration, log_line, missed_budget
 
 DEPTH = 24
 LINE = re.compile(
-    r"step \d+/2 \| loss [\d.e-]+ \| lm [\d.e-]+, budget [\d.e-]+, alive [\d.e-]+ \| full \d+\.\d% \| gate p 0\.\d+ \| "
+    r"step \d+/2 \| loss [\d.e-]+ \| lm [\d.e-]+, budget [\d.e-]+, alive [\d.e-]+ \| full \d+\.\d% "
+    r"\| gate p 0\.\d+ \| "
     r"grad [\d.e-]+ \| lr [\d.e-]+ \| \d+:\d\d left"
 )
 
@@ -155,7 +157,8 @@ def test_lines_of_other_entries() -> None:
 def test_a_fixed_threshold_that_ends_far_from_its_budget_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As Router-Tuning's gates do where its loss is too weak; a gate with a calibrated threshold is left alone."""
+    """As Router-Tuning's gates do where its loss is too weak;
+    a gate with a calibrated threshold is left alone."""
     for gate, budget in (("linear", 0.01), ("linear", 0.99), ("mlp", 0.01)):
         model = build_routed("llama", gate, budget=budget)
         arguments = training_arguments(tmp_path, max_steps=1, logging_steps=1, learning_rate=1e-9)

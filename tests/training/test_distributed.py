@@ -1,4 +1,5 @@
-"""Two processes train as one does: the statistics are global, and every rank holds the same adapter."""
+"""Two processes train as one does: the statistics are global,
+and every rank holds the same adapter."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     save_base(folder / "base")
     write_text(folder / "text.txt", lines=200)
-    # Its MULTI_GPU stands for the launcher of several processes; with --cpu, accelerate starts one process only.
+    # Its MULTI_GPU stands for the launcher of several processes; with --cpu, accelerate starts one
+    # process only.
     options = ["--config_file", str(RECIPE / "ddp.yaml"), "--main_process_port", "0"]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *options]
     command = [*launcher, str(HELPERS / "distributed_worker.py"), str(folder)]
@@ -138,7 +140,8 @@ def test_a_trainer_in_two_processes_trains_the_adapter_of_one(results: Path, run
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_thresholds_of_two_processes_see_the_tokens_of_both(results: Path, run: Any) -> None:
-    """Not the same as one process's, which ranks all scores together, but close, and equal on both ranks."""
+    """Not the same as one process's, which ranks all scores together, but close,
+    and equal on both ranks."""
     expected = run(0, 1)["state"]
     first, second = load(results, run.__name__)
     names = [name for name in expected if name.endswith("depth_route_quantiles.default.values")]

@@ -1,4 +1,5 @@
-"""The language-model loss without logits: the value, its gradients, what it needs in memory, and when it is refused."""
+"""The language-model loss without logits: the value, its gradients, what it needs in memory,
+and when it is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ TOLERANCE = 1e-6  # float32, relative to the largest value
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rows a chunk at the tiny vocabulary, so that several chunks and a shorter last one occur."""
+    """Three rows a chunk at the tiny vocabulary, so that several chunks and a
+    shorter last one occur."""
     monkeypatch.setattr(module, "_LOGITS", {"cpu": 3 * 64})
 
 
@@ -72,7 +74,7 @@ def close(one: torch.Tensor, two: torch.Tensor, tolerance: float = TOLERANCE) ->
     return bool((one.float() - two.float()).abs().max() <= tolerance * two.float().abs().max())
 
 
-# --- the function -------------------------------------------------------------------------------------------------
+# --- the function ---------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -176,7 +178,7 @@ def test_half_a_million_logits_at_a_time_change_nothing(monkeypatch: pytest.Monk
     assert close(results[0], results[2]) and close(results[1], results[2])
 
 
-# --- a model ------------------------------------------------------------------------------------------------------
+# --- a model --------------------------------------------------------------------------------------
 
 
 def batch(length: int = 12) -> dict[str, torch.Tensor]:
@@ -269,7 +271,7 @@ def test_the_model_is_left_as_it_was_also_after_an_exception() -> None:
     )
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 class LowRankHead(nn.Linear):
@@ -325,7 +327,7 @@ def test_a_model_that_changes_its_logits_is_noticed_in_the_forward_pass() -> Non
         )
 
 
-# --- the trainer --------------------------------------------------------------------------------------------------
+# --- the trainer ----------------------------------------------------------------------------------
 
 
 def trained(
@@ -455,7 +457,7 @@ def test_evaluation_has_logits(tmp_path: Path) -> None:
     assert seen == [(3, 12, 64)]
 
 
-# --- memory -------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_at_a_vocabulary_of_150k_logits_take_a_quarter_of_the_memory() -> None:
@@ -481,7 +483,7 @@ def test_at_a_vocabulary_of_150k_logits_take_a_quarter_of_the_memory() -> None:
     assert fused < plain / 4
 
 
-# --- the kernel library -------------------------------------------------------------------------------------------
+# --- the kernel library ---------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Frozen layers below the first routed one keep no graph, with and without gradient checkpointing."""
+"""Frozen layers below the first routed one keep no graph,
+with and without gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ REENTRANT = {
 
 
 def run(folder: Path, **fields: Any) -> tuple[list[tuple[int, bool]], dict[str, Any]]:
-    """Every forward pass of a layer in one step, recomputations included, with whether its input has a gradient."""
+    """Every forward pass of a layer in one step, recomputations included,
+    with whether its input has a gradient."""
     model, seen = routed(build_base("llama"), layers=[2, 3]), []
 
     def watch(index: int) -> Any:

@@ -1,4 +1,5 @@
-"""A training run that does not come to its end leaves nothing in force, wherever in a step it ended."""
+"""A training run that does not come to its end leaves nothing in force,
+wherever in a step it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.state import RunSettings
 
 STEPS = 4
-# All that is in force while training runs: two schedules that do not end, gates that are frozen, and a save.
+# All that is in force while training runs: two schedules that do not end, gates that are frozen,
+# and a save.
 FIELDS: dict[str, Any] = {
     "max_steps": STEPS,
     "train_gates": False,
@@ -141,7 +143,8 @@ def test_whatever_ends_a_training_ends_what_it_put_in_force(
 def test_a_training_that_does_not_begin_leaves_the_gates_to_train(
     cls: type[Trainer], tmp_path: Path
 ) -> None:
-    """Such as one that is to go on from a checkpoint that is not there, or whose losses would be added twice."""
+    """Such as one that is to go on from a checkpoint that is not there,
+    or whose losses would be added twice."""
     model = build_routed("llama")
     before = in_force(model)
     for callbacks in (0, 2):
@@ -167,8 +170,8 @@ def test_a_training_resumed_in_its_own_process_equals_one_that_was_not_interrupt
 ) -> None:
     """What a step that did not end has counted is no part of the first step after it."""
     fields = {
-        "max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2,
-        "logging_steps": 10, "budget_schedule_steps": 100,
+        "max_steps": STEPS, "save_strategy": "steps", "save_steps": 1,
+        "gradient_accumulation_steps": 2, "logging_steps": 10, "budget_schedule_steps": 100,
     }  # fmt: skip
     whole, _ = make_trainer(
         build_routed("llama", selection="controller"), rows(16), tmp_path / "a", cls, **fields
@@ -196,7 +199,8 @@ def test_a_training_resumed_in_its_own_process_equals_one_that_was_not_interrupt
 
 @pytest.mark.parametrize("cls", [DepthRouteTrainer, Trainer])
 def test_copies_of_the_model_in_threads_are_refused(cls: type[Trainer], tmp_path: Path) -> None:
-    """`DataParallel`, which a Trainer takes for several GPUs in one process: settings belong to the calling thread."""
+    """`DataParallel`, which a Trainer takes for several GPUs in one process:
+    settings belong to the calling thread."""
     trainer, _ = make_trainer(build_routed("llama"), rows(2), tmp_path, cls)
     trainer.args._n_gpu = 2
     with pytest.raises(ValueError, match=r"2 GPUs in one process.*accelerate launch, torchrun"):

@@ -248,7 +248,8 @@ def test_the_straight_through_mask_has_hard_values_and_the_gradient_of_p() -> No
     p = torch.sigmoid(scores / TAU)
     expected = (grad_out * (after_full - after_cheap)).sum(-1) * p * (1 - p) / TAU
     torch.testing.assert_close(scores.grad, expected)
-    # The unchosen path gets no gradient through the stream: the derivative of the chosen one is exactly the mask.
+    # The unchosen path gets no gradient through the stream: the derivative of the chosen one is
+    # exactly the mask.
     torch.testing.assert_close(
         cheap.weight.grad, (grad_out * ~mask[..., None]).flatten(0, 1).T @ a.flatten(0, 1)
     )
@@ -269,7 +270,8 @@ def test_the_lm_gradient_reaches_the_scores_only_through_p(family: str, gate: st
 
 
 def test_the_gradient_of_p_is_the_first_order_effect_of_the_other_path() -> None:
-    """Moving one token's output by `eps * (full - cheap)` moves the loss by `eps` times the gradient of its `p`."""
+    """Moving one token's output by `eps * (full - cheap)` moves the loss by `eps` times the
+    gradient of its `p`."""
     model, ids = build_routed("gpt2", layers=[3]).double().train(), tokens(2, 8)
 
     def lm_loss() -> torch.Tensor:  # in float64 throughout; the model's own loss is float32

@@ -1,4 +1,5 @@
-"""Losses of other routing methods against their formulas, the global budget, and the threshold controller's step."""
+"""Losses of other routing methods against their formulas, the global budget,
+and the threshold controller's step."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def term(name: str, trace: RouteTrace, **inputs: Any) -> torch.Tensor:
 
 
 def with_extra(name: str, seed: int = 2, **fields: Any) -> RouteTrace:
-    """`made_trace` plus a random extra `[B, T]`, whose padding would show in any mean and win any ranking."""
+    """`made_trace` plus a random extra `[B, T]`, whose padding would show in any mean and
+    win any ranking."""
     trace, generator = made_trace(**fields), torch.Generator().manual_seed(seed)
     for record in trace.values():
         value = torch.where(REAL, torch.randn(2, 4, generator=generator), -90.0)
@@ -298,7 +300,8 @@ class Controllers:
 
 
 def loads(shares: tuple[float, float], budget: float = 0.5) -> RouteTrace:
-    """Two layers with ten tokens that run in the given shares, and two padding tokens that ran too."""
+    """Two layers with ten tokens that run in the given shares,
+    and two padding tokens that ran too."""
     real = torch.arange(12)[None] < 10
     masks = [(torch.arange(12)[None] < 10 * share) | ~real for share in shares]
     scores = torch.zeros(1, 12)

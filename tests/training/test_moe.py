@@ -1,4 +1,5 @@
-"""Mixture-of-experts bases: their routers observed, balanced by losses and by a bias, and their load counted."""
+"""Mixture-of-experts bases: their routers observed, balanced by losses and by a bias,
+and their load counted."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
 
 
 def skewed(shift: float = 2.0) -> PreTrainedModel:
-    """A model whose routers prefer experts 0 and 1: their logits are `shift` above the others', on average."""
+    """A model whose routers prefer experts 0 and 1: their logits are `shift` above the
+    others', on average."""
     model = build("olmoe")
 
     def prefer(router: Any, args: tuple[torch.Tensor]) -> None:

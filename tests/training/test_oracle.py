@@ -1,4 +1,5 @@
-"""Counterfactual labels against a naive loop that really forks: one full forward pass per layer, path and position."""
+"""Counterfactual labels against a naive loop that really forks: one full forward pass per layer,
+path and position."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def chosen(mask: torch.Tensor) -> RouteRecord:
 def forced_loss(
     model: nn.Module, inputs: dict[str, torch.Tensor], masks: dict[int, torch.Tensor]
 ) -> torch.Tensor:
-    """Windowed loss `[B, T]` of a real forward pass with the given decisions; layers without a mask decide."""
+    """Windowed loss `[B, T]` of a real forward pass with the given decisions;
+    layers without a mask decide."""
     with (
         use_selection(model, "topk"),
         replay_routes(model, RouteTrace({i: chosen(m) for i, m in masks.items()})),
@@ -84,7 +86,8 @@ def policy(model: nn.Module, inputs: dict[str, torch.Tensor], kind: str) -> dict
 def forked_masks(
     trunk: dict[int, torch.Tensor], layer: int, forked: torch.Tensor, kind: str
 ) -> dict[int, torch.Tensor]:
-    """Layers before the fork as in the trunk, the fork, and after it full, or (on policy) left to the gate."""
+    """Layers before the fork as in the trunk, the fork, and after it full,
+    or (on policy) left to the gate."""
     later = {i: m for i, m in trunk.items() if i > layer and kind == "all_full"}
     return {**{i: m for i, m in trunk.items() if i < layer}, layer: forked, **later}
 
@@ -226,7 +229,8 @@ def test_a_batch_of_packed_documents_is_read_as_such() -> None:
 def attend_within(
     module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """As FlashAttention with packed rows: all rows in a line, cut at `cu_seq_lens_q`; what no cut covers is NaN."""
+    """As FlashAttention with packed rows: all rows in a line, cut at `cu_seq_lens_q`;
+    what no cut covers is NaN."""
     heads = q.shape[1] // k.shape[1]
     lined = [
         x.transpose(1, 2).flatten(0, 1).transpose(0, 1)
@@ -281,7 +285,8 @@ def test_the_common_prefix_runs_once_and_every_fork_is_in_one_batch() -> None:
             with_kwargs=True,
         )
     utility_labels(model, batch(), "all_full")
-    # The plain pass of two sequences, then one pass over the forks: 1, 2 and 3 streams of two sequences.
+    # The plain pass of two sequences, then one pass over the forks: 1, 2 and 3 streams of two
+    # sequences.
     assert calls == {0: [2], 1: [2, 2], 2: [2, 4], 3: [2, 6]}
 
 

@@ -1,4 +1,5 @@
-"""Losses that use labels, targets or a teacher against their formulas, and when a run refreshes its labels."""
+"""Losses that use labels, targets or a teacher against their formulas,
+and when a run refreshes its labels."""
 
 from __future__ import annotations
 
@@ -225,9 +226,10 @@ def test_every_loss_trains_with_checkpointing_and_accumulation(
         "gradient_checkpointing_kwargs": checkpointing,
     }
     trainer, kept = make_trainer(
-        build_routed("qwen2", "jepa"), rows(8, padding=(0, 3)), tmp_path, gradient_accumulation_steps=2,
-        oracle="on_policy", oracle_warmup=0, oracle_interval=1, cgs_weight=0.5, cgs_warmup=0, z_weight=0.1,
-        distill_weight=1.0, jepa_targets="deranged", **(fields if checkpointing else {}),
+        build_routed("qwen2", "jepa"), rows(8, padding=(0, 3)), tmp_path,
+        gradient_accumulation_steps=2, oracle="on_policy", oracle_warmup=0, oracle_interval=1,
+        cgs_weight=0.5, cgs_warmup=0, z_weight=0.1, distill_weight=1.0, jepa_targets="deranged",
+        **(fields if checkpointing else {}),
     )  # fmt: skip
     trainer.train()
     entry = step_logs(trainer)[0]

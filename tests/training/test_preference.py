@@ -1,4 +1,5 @@
-"""TRL's preference and reinforcement trainers: policy, reference and rollouts are the model that will be deployed."""
+"""TRL's preference and reinforcement trainers: policy,
+reference and rollouts are the model that will be deployed."""
 
 from __future__ import annotations
 

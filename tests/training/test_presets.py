@@ -41,7 +41,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "conditional-depth-routing": {"gate": "mlp", "gate_temperature": 2.0, "budget": 0.5, "gate_input": "residual"},
     "conditional-depth-routing-jepa": {"gate": "jepa", "context_dim": 128, "summary_dim": 64, "action_dim": 16},
     "token-selective-attention": {"gate": "halting", "selection": "soft", "threshold": 0.0, "layers": None},
-    # R reads the x of "M F(x) + x", the stream; inside an expert the x of E(x), which the norm has made.
+    # R reads the x of "M F(x) + x", the stream; inside an expert the x of E(x), which the norm has
+    # made.
     "router-tuning": {
         "target": "attention", "granularity": "sequence", "gate_input": "residual", "threshold": 0.0, "branch": "none",
     },

@@ -38,7 +38,8 @@ class MixedSFT(DepthRouteTrainerMixin, trl.SFTTrainer):
 
 @pytest.mark.parametrize("how", ["plain", "callback", "mixin"])
 def test_sft_trains_as_our_trainer_does(how: str, tmp_path: Path) -> None:
-    """The same losses, gradients and adapter from the same batches; nobody has to ask for the routing losses."""
+    """The same losses, gradients and adapter from the same batches;
+    nobody has to ask for the routing losses."""
     callbacks = [DepthRouteCallback(arguments=RoutingArguments())] if how == "callback" else []
     kept = KeepGradients()
     fields = {"gradient_accumulation_steps": 2, "num_train_epochs": 2}
@@ -93,7 +94,8 @@ def test_weights_and_schedules_of_the_callback_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["callback", "mixin"])
 def test_distillation_works_under_sft(how: str, tmp_path: Path) -> None:
-    """SFTTrainer's loss makes no logits; the term, its gradients and the adapter are those of our trainer."""
+    """SFTTrainer's loss makes no logits; the term, its gradients and the adapter are
+    those of our trainer."""
     arguments, kept, expected_kept = (
         RoutingArguments(distill_weight=0.5),
         KeepGradients(),
@@ -166,7 +168,8 @@ def test_the_adapter_that_sft_saves_loads(tmp_path: Path) -> None:
 def test_a_forward_pass_without_a_graph_after_that_of_the_loss_is_passed_over(
     tmp_path: Path,
 ) -> None:
-    """Label smoothing makes SFTTrainer run the model twice; the routing losses come from the first run."""
+    """Label smoothing makes SFTTrainer run the model twice;
+    the routing losses come from the first run."""
     logs = []
     for smoothing in (0.0, 0.1):
         callbacks = [

@@ -1,4 +1,5 @@
-"""Adapters that route prompts alone train on the text behind them, in one pass that is what serving does in several."""
+"""Adapters that route prompts alone train on the text behind them,
+in one pass that is what serving does in several."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def row(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def as_it_serves(model: PeftModel, ids: torch.Tensor) -> torch.Tensor:
-    """Logits that predict the answer: the prompt is read alone, and the answer in full behind it."""
+    """Logits that predict the answer: the prompt is read alone,
+    and the answer in full behind it."""
     read = model(input_ids=ids[:, :PROMPT], use_cache=True)
     with full_depth(model):
         rest = model(input_ids=ids[:, PROMPT:], past_key_values=read.past_key_values)
@@ -140,7 +142,8 @@ def test_which_tokens_have_to_run_in_full() -> None:
 
 
 def test_documents_that_are_packed_are_no_prompts() -> None:
-    """A collator without padding leaves out the first label of every document, which no token predicts."""
+    """A collator without padding leaves out the first label of every document,
+    which no token predicts."""
     labels = torch.tensor([[-100, 5, 6, 7, -100, 9, 8, 7]])
     batch = {
         "input_ids": labels.clamp(min=0),

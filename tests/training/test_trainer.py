@@ -76,7 +76,7 @@ def enable_checkpointing(model: Any, reentrant: bool) -> None:
         model.enable_input_require_grads()
 
 
-# --- what is minimised --------------------------------------------------------------------------------------------
+# --- what is minimised ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -165,7 +165,7 @@ def test_padding_does_not_change_the_losses(family: str, kind: str, side: str) -
     assert_same_tensors(grads, padded_grads, tolerance=1e-4)
 
 
-# --- invariant 11: gradient checkpointing -------------------------------------------------------------------------
+# --- invariant 11: gradient checkpointing ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -190,7 +190,8 @@ def test_checkpointing_changes_no_loss_no_gradient_and_no_trace(
         attention.register_forward_pre_hook(lambda *_, i=index: calls.update({i: calls[i] + 1}))
     terms, trace = backward(model, batch, alive_min=0.99)
 
-    # Every routed layer was recomputed; layer 0 is frozen, and needs it only where its input was made to need a graph.
+    # Every routed layer was recomputed; layer 0 is frozen, and needs it only where its input was
+    # made to need a graph.
     assert all(calls[index] == 2 for index in LAYERS)
     assert_same_traces(plain_trace, trace)
     assert set(terms) == set(TERMS["jepa" if kind == "jepa" else "mlp"])
@@ -206,7 +207,8 @@ def test_checkpointing_changes_no_loss_no_gradient_and_no_trace(
 def test_checkpointing_trains_to_the_same_parameters(
     gate: str, reentrant: bool, selection: str, tmp_path: Path
 ) -> None:
-    """Also with the threshold rule, whose tables move between a forward pass and its recomputation."""
+    """Also with the threshold rule, whose tables move between a forward pass and
+    its recomputation."""
     results = []
     for checkpointing in (False, True):
         model = build_routed("llama", gate, selection=selection)
@@ -248,7 +250,7 @@ def test_a_backward_pass_after_the_recording_block_recomputes_the_same_forward()
     assert_same_tensors(gradients(plain), gradients(model))
 
 
-# --- invariant 12: auxiliary losses count once --------------------------------------------------------------------
+# --- invariant 12: auxiliary losses count once ----------------------------------------------------
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -269,7 +271,8 @@ def test_four_equal_accumulated_batches_count_as_one(gate: str, tmp_path: Path) 
 
 
 def test_accumulated_batches_of_equal_size_add_up_to_the_whole_batch(tmp_path: Path) -> None:
-    """Exact for the terms that are linear in the tokens; the budget term is per batch, and left out here."""
+    """Exact for the terms that are linear in the tokens; the budget term is per batch,
+    and left out here."""
     examples = rows(8)
     fields = {"alive_min": 0.99, "budget_weight": 0.0}
     model, split = build_routed("llama", "jepa"), build_routed("llama", "jepa")
@@ -425,7 +428,7 @@ def test_training_again_after_an_exception_counts_the_losses_once(tmp_path: Path
     assert all(not routing.state.settings.recorders for routing in routings_of(model))
 
 
-# --- invariant 13: what trains ------------------------------------------------------------------------------------
+# --- invariant 13: what trains --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "kind"), COVERING)
@@ -462,7 +465,8 @@ def test_every_variant_trains_all_of_its_parameters(gate: str, fields: dict[str,
 def test_parameters_get_a_gradient_tensor_even_when_a_path_has_no_token(
     gate: str, routed: str
 ) -> None:
-    """What DistributedDataParallel needs: the set of parameters in the graph never depends on the decisions."""
+    """What DistributedDataParallel needs: the set of parameters in the graph never depends
+    on the decisions."""
     threshold = -1e4 if routed == "everything" else 1e4
     model = build_routed("llama", gate, selection="threshold", threshold=threshold).train()
     _, trace = backward(model, stacked(rows(2)))
@@ -500,7 +504,7 @@ def test_the_objective_falls_while_training(tmp_path: Path) -> None:
     assert logs[-1]["loss_jepa"] < logs[0]["loss_jepa"]
 
 
-# --- schedules ----------------------------------------------------------------------------------------------------
+# --- schedules ------------------------------------------------------------------------------------
 
 
 class KeepPlans(TrainerCallback):
@@ -569,7 +573,7 @@ def test_without_a_schedule_the_adapters_budget_is_in_force(tmp_path: Path) -> N
     assert plans.training == [(0.25, 3.0)] * 2
 
 
-# --- logs ---------------------------------------------------------------------------------------------------------
+# --- logs -----------------------------------------------------------------------------------------
 
 
 def expected_metrics(gate: str) -> set[str]:
@@ -637,7 +641,7 @@ def test_a_run_without_the_language_model_loss_trains_the_gate(tmp_path: Path) -
     assert any((value != 0).any() for name, value in kept.steps[0].items() if "gate" in name)
 
 
-# --- evaluation, saving, resuming ---------------------------------------------------------------------------------
+# --- evaluation, saving, resuming -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["trainer", "callback"])
@@ -716,7 +720,8 @@ RESUMED: dict[str, dict[str, Any]] = {
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     method: str, kind: str, tmp_path: Path
 ) -> None:
-    """Parameters, thresholds, optimizer, schedules and the logged values, with data in random order."""
+    """Parameters, thresholds, optimizer, schedules and the logged values,
+    with data in random order."""
     gate = "jepa" if method == "jepa" else "mlp"
     cls = DepthRouteTrainer if kind == "trainer" else Trainer
     fields = {
@@ -761,7 +766,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     assert saved["budget"] == 0.5
 
 
-# --- precision ----------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "kind"), COVERING)
@@ -798,7 +803,7 @@ def test_a_bfloat16_base_trains_a_float32_adapter(gate: str, tmp_path: Path) -> 
     assert all(value.isfinite().all() for step in kept.steps for value in step.values())
 
 
-# --- arguments and errors -----------------------------------------------------------------------------------------
+# --- arguments and errors -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cls", [DepthRouteTrainer, Trainer])

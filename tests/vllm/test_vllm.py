@@ -1,4 +1,5 @@
-"""What of the vLLM plugin needs no vLLM: command lines, refusals, and the adapter state that vLLM's layers get."""
+"""What of the vLLM plugin needs no vLLM: command lines, refusals,
+and the adapter state that vLLM's layers get."""
 
 from __future__ import annotations
 
@@ -184,8 +185,9 @@ def test_a_target_is_refused_with_its_reason(target: str) -> None:
 def test_layers_may_differ_as_a_fit_for_prompts_leaves_them() -> None:
     check_adapter(
         DepthRouteConfig(
-            layers=[1, 2, 3], target="block", gate="sinks", budget=0.001, phases="prefill", prompt_tail=64,
-            target_pattern={2: "attention", 3: "ffn"}, branch_pattern={3: "neurons"}, rank_pattern={3: 8},
+            layers=[1, 2, 3], target="block", gate="sinks", budget=0.001, phases="prefill",
+            prompt_tail=64, target_pattern={2: "attention", 3: "ffn"},
+            branch_pattern={3: "neurons"}, rank_pattern={3: 8},
         )
     )  # fmt: skip
 
@@ -209,10 +211,12 @@ def engine(**changed: Any) -> Any:
     """The parts of vLLM's configuration that are looked at; `changed` by dotted name."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
-            quantization=None, enable_sleep_mode=False, trust_remote_code=False, runner_type="generate"
+            quantization=None, enable_sleep_mode=False, trust_remote_code=False,
+            runner_type="generate"
         ),
         parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, prefill_context_parallel_size=1, enable_expert_parallel=False, enable_dbo=False
+            pipeline_parallel_size=1, prefill_context_parallel_size=1, enable_expert_parallel=False,
+            enable_dbo=False
         ),
         load_config=SimpleNamespace(load_format="auto"),
         compilation_config=SimpleNamespace(cudagraph_mode=None, pass_config=SimpleNamespace(enable_sp=None)),
@@ -262,7 +266,8 @@ def test_settings_that_nobody_wrote_are_refused(given: Any) -> None:
 
 
 def test_another_save_into_the_folder_is_another_model_to_the_cache_of_vllm(saved: Path) -> None:
-    """vLLM's key is the configuration's text, in which the adapter is a path; a graph says which layers are routed."""
+    """vLLM's key is the configuration's text, in which the adapter is a path;
+    a graph says which layers are routed."""
     path = saved / "adapter" / "adapter_config.json"
 
     def key() -> str:

@@ -1,7 +1,8 @@
-"""Inside vLLM an adapter's tokens are those of `generate`: an engine runs in a process of its own, and is compared.
+"""Inside vLLM an adapter's tokens are those of `generate`: an engine runs in a process of its own,
+and is compared.
 
-Everything is float32 and greedy. Needs vLLM, whose pins differ from this project's: `make vllm` runs these tests in an
-environment of their own.
+Everything is float32 and greedy. Needs vLLM, whose pins differ from this project's: `make vllm`
+runs these tests in an environment of their own.
 """
 
 from __future__ import annotations
@@ -223,7 +224,8 @@ def test_another_budget_is_that_of_set_budget(llama: Case) -> None:
 
 
 def test_prompts_alone_are_routed_where_phases_say_so(llama: Case) -> None:
-    """Generated tokens and the last one of a prompt run in full: the rows that are chosen are prompts' only."""
+    """Generated tokens and the last one of a prompt run in full:
+    the rows that are chosen are prompts' only."""
     from hf_depthroute import set_phases
 
     base = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
@@ -246,10 +248,12 @@ def test_prompts_alone_are_routed_where_phases_say_so(llama: Case) -> None:
 
 
 def fitted_for_prompts(base: Any, folder: Path, place: Path, **fields: Any) -> Case:
-    """An adapter as a fit for prompts leaves it, layers differing; branches and neurons are drawn at random."""
+    """An adapter as a fit for prompts leaves it, layers differing;
+    branches and neurons are drawn at random."""
     config = DepthRouteConfig(
-        layers=[1, 2, 3], target="block", gate="sinks", budget=0.001, branch="lowrank", branch_rank=8, phases="prefill",
-        prompt_tail=4, target_pattern={2: "attention"}, branch_pattern={3: "neurons"}, rank_pattern={3: 24}, **fields,
+        layers=[1, 2, 3], target="block", gate="sinks", budget=0.001, branch="lowrank",
+        branch_rank=8, phases="prefill", prompt_tail=4, target_pattern={2: "attention"},
+        branch_pattern={3: "neurons"}, rank_pattern={3: 24}, **fields,
     )  # fmt: skip
     model = get_depth_routed_model(base, config).eval()
     generator = torch.Generator().manual_seed(0)
@@ -273,7 +277,8 @@ def test_a_fit_for_prompts_is_served_as_generate_has_it(
 ) -> None:
     """Attention is computed for every row; the rows that enter a routed FFN are those that run it.
 
-    Layer 2 skips its attention alone: its FFN is none of the operator's, and a compiler takes its hook away.
+    Layer 2 skips its attention alone: its FFN is none of the operator's, and a compiler takes its
+    hook away.
     """
     base = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
     case = fitted_for_prompts(base, tmp_path, EMBEDDED)
@@ -470,7 +475,8 @@ def complete(port: int, prompt: list[int], budget: float | None = None) -> list[
 
 
 def rows_counted(port: int) -> dict[str, float]:
-    """Rows of every routed layer, as the Prometheus endpoint has them; none before the first count."""
+    """Rows of every routed layer, as the Prometheus endpoint has them;
+    none before the first count."""
     found = re.findall(
         r'^depthroute:rows_total\{layer="(\d)"\} (\S+)', get(port, "/metrics"), re.MULTILINE
     )
@@ -516,8 +522,9 @@ def test_two_data_parallel_copies_answer_alike(llama: Case, tmp_path: Path) -> N
 
 HEAD = 32  # the smallest head of vLLM's attention on a CPU
 _SIZES: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _LAYERS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _GEMMA: dict[str, Any] = {
@@ -585,9 +592,11 @@ def test_a_fit_for_prompts_is_served_in_a_family(family: str, tmp_path: Path) ->
 
 
 def with_wide_heads(model: Any) -> Any:
-    """The same function with heads of `HEAD` dimensions: zeros in between, and queries scaled against the new size.
+    """The same function with heads of `HEAD` dimensions: zeros in between,
+    and queries scaled against the new size.
 
-    Rotary pairs `(i, i + d / 2)` turn by `theta^(-2i / d)`, so pair `i` moves to where that angle is in the wide head.
+    Rotary pairs `(i, i + d / 2)` turn by `theta^(-2i / d)`, so pair `i` moves to where that angle
+    is in the wide head.
     """
     config = type(model.config).from_dict(model.config.to_dict() | {"head_dim": HEAD})
     wide = type(model)(config).eval()

@@ -1,8 +1,9 @@
 """The papers' claims and open questions, and what a study says to each.
 
-Claims are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228;
-"the paper", its sections are named), and about CGS those of "Counterfactual Gate Supervision Does Not Fix Gating Credit
-Assignment in Engram-Style Conditional Memory" (FARS, Analemma; gitlab.com/fars-a/counterfactual-gate-supervision).
+Claims are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study"
+(arXiv:2604.17228; "the paper", its sections are named), and about CGS those of "Counterfactual Gate
+Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" (FARS,
+Analemma; gitlab.com/fars-a/counterfactual-gate-supervision).
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from .values import training_clock
 
 FIRST_HALF, WHOLE, BEST, ENDPOINT = "avg_first_half", "avg_whole", "best", "endpoint"
 SOURCES = (  # what the report calls the paper
-    'of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228) and, about '
-    'CGS, of "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory"'
+    'of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" '
+    '(arXiv:2604.17228) and, about CGS, of "Counterfactual Gate Supervision Does Not Fix Gating '
+    'Credit Assignment in Engram-Style Conditional Memory"'
 )
 AUC, GRADIENT = "layers/oracle_auc", "grad_norm_mean"
 

@@ -1,6 +1,7 @@
 """Validation loss and gradient norm over training: figures 3 and 4 of the paper.
 
-"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study"
+(arXiv:2604.17228).
 """
 
 from __future__ import annotations

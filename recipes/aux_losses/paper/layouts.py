@@ -1,6 +1,9 @@
-"""Which configs and columns the tables of a study's report have. Config names are those of recipes/aux_losses.
+"""Which configs and columns the tables of a study's report have.
 
-"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
+Config names are those of recipes/aux_losses.
+
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study"
+(arXiv:2604.17228).
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ class Layout:
         key: Short name.
         title: Heading.
         configs: Rows; those without a finished run are left out.
-        columns: Keys of `tables.COLUMNS`; `hits` is one column per threshold, `difference` the endpoint's to
-            the row's baseline.
+        columns: Keys of `tables.COLUMNS`; `hits` is one column per threshold, `difference` the
+            endpoint's to the row's baseline.
         needs: The table is left out unless one of these configs has a finished run.
         note: Sentences under the table.
         baseline: Per config, the one that its difference is taken to.
@@ -45,7 +48,10 @@ LAYOUTS = (
         ("g1", "g3", "g1_costmatch"),
         (*LOSSES, "hits", "grad norm", "trainable"),
         needs=("g1", "g3", "g1_costmatch"),
-        note="Paper: best 5.0636 (G1), 5.0614 (G3); first half 5.0843, 5.0776; gradient norm 83.3, 8.06.",
+        note=(
+            "Paper: best 5.0636 (G1), 5.0614 (G3); first half 5.0843, 5.0776; gradient norm 83.3, "
+            "8.06."
+        ),
     ),
     Layout(
         "table-2",
@@ -53,7 +59,10 @@ LAYOUTS = (
         ("g3", "a1", "g3_8e3", "a1_8e3"),
         (*LOSSES, "hits", "grad norm", "q distance", "q cosine", "score variance"),
         needs=("a1",),
-        note="Paper: best 5.0614 (G3), 5.0735 (A1); A1 has distance 0.005 and a score variance of the order 0.00001.",
+        note=(
+            "Paper: best 5.0614 (G3), 5.0735 (A1); A1 has distance 0.005 and a score variance of "
+            "the order 0.00001."
+        ),
     ),
     Layout(
         "table-3",
@@ -69,8 +78,10 @@ LAYOUTS = (
         ("g1", "g3", "a3_g3", "a3_g1", "g1_8e3", "g3_8e3", "a3_g3_8e3", "a3_g1_8e3"),
         (*LOSSES, "hits", "grad norm", "gate prob", "train cost (paper)", "wall (s)", "CPU (s)"),
         needs=("a3_g1", "a3_g3"),
-        note="Paper: best 5.0636 (G1), 5.0614 (G3), 5.0597 (A3-G3), 5.0589 (A3-G1); cost 1.513, 1.527, 1.068, 1.054, "
-        "target projection included; wall 2.87 h (G3), 1.75 h (A3-G3).",
+        note=(
+            "Paper: best 5.0636 (G1), 5.0614 (G3), 5.0597 (A3-G3), 5.0589 (A3-G1); cost 1.513, "
+            "1.527, 1.068, 1.054, target projection included; wall 2.87 h (G3), 1.75 h (A3-G3)."
+        ),
     ),
     Layout(
         "table-5",
@@ -86,7 +97,10 @@ LAYOUTS = (
         ("g1_b25", "g3_b25"),
         (*LOSSES, "hits", "grad norm"),
         needs=("g1_b25", "g3_b25"),
-        note="Paper (2 seeds): best 5.0599 (G1), 5.0604 (G3); first half 5.0889, 5.0790; gradient norm 138.7, 47.8.",
+        note=(
+            "Paper (2 seeds): best 5.0599 (G1), 5.0604 (G3); first half 5.0889, 5.0790; gradient "
+            "norm 138.7, 47.8."
+        ),
     ),
     Layout(
         "util-sweep",
@@ -179,7 +193,8 @@ LAYOUTS = (
     ),
     Layout(
         "cgs",
-        "Counterfactual gate supervision against its baseline, and against the same time without it",
+        "Counterfactual gate supervision against its baseline, and against the same time without "
+        "it",
         ("a3_g1", "cgs", "iso_cgs"),
         (
             "steps",
@@ -193,8 +208,11 @@ LAYOUTS = (
             "CPU (s)",
         ),
         needs=("cgs", "iso_cgs"),
-        note="Paper, on its own host (a gated n-gram memory): loss 4.4813, 4.4665 with supervision, 4.4521 with the "
-        "same time; oracle AUC 0.549, 0.528, 0.548. It splits hot and cold memory slots, not frequent and rare tokens.",
+        note=(
+            "Paper, on its own host (a gated n-gram memory): loss 4.4813, 4.4665 with supervision, "
+            "4.4521 with the same time; oracle AUC 0.549, 0.528, 0.548. It splits hot and cold "
+            "memory slots, not frequent and rare tokens."
+        ),
         baseline={"cgs": "a3_g1", "iso_cgs": "a3_g1"},
     ),
     Layout(
@@ -203,7 +221,10 @@ LAYOUTS = (
         ("g3", "a3_g3", "iso_g3"),
         ("steps", *LOSSES, "difference", "wall (s)", "CPU (s)"),
         needs=("iso_g3",),
-        note="The first half of a longer run ends later, so only the endpoint is compared like with like.",
+        note=(
+            "The first half of a longer run ends later, so only the endpoint is compared like with "
+            "like."
+        ),
         baseline={"a3_g3": "g3", "iso_g3": "g3"},
     ),
     Layout(

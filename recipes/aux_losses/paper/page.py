@@ -1,6 +1,8 @@
-"""`report.html` (one self-contained file), `report.md`, the figures, `results.json` and the step ratios of a study.
+"""`report.html` (one self-contained file), `report.md`, the figures,
+`results.json` and the step ratios of a study.
 
-"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study"
+(arXiv:2604.17228).
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from .values import significant, uneven_times
 SYMBOLS = {AGREES: "✓", DISAGREES: "✗", OPEN: "○"}
 _KINDS = {AGREES: "yes", DISAGREES: "no", OPEN: "open"}  # classes of the page's style
 _LEGEND = (
-    "Losses are validation losses in nats, under the training rule (top-k). Tables show mean ± standard error "
-    "over seeds. avg first half and avg whole: mean over the evaluations after step 0. hit: first evaluation "
-    "under the threshold. grad norm: mean over training. q distance, q cosine, score variance, gate prob: last tenth "
-    "of training, mean over routed layers. oracle AUC: the gate probability against the sign of the counterfactual "
-    "difference."
+    "Losses are validation losses in nats, under the training rule (top-k). Tables show mean ± "
+    "standard error over seeds. avg first half and avg whole: mean over the evaluations after step "
+    "0. hit: first evaluation under the threshold. grad norm: mean over training. q distance, q "
+    "cosine, score variance, gate prob: last tenth of training, mean over routed layers. oracle "
+    "AUC: the gate probability against the sign of the counterfactual difference."
 )
 
 
@@ -125,7 +127,8 @@ def _verdict_lines(study: StudyRuns, verdicts: Sequence[Verdict]) -> list[str]:
     for group, members in _groups(verdicts):
         lines += [f"### {markdown_text(group)}", ""]
         lines += [
-            f"* {SYMBOLS[v.state]} **{v.state}**: {markdown_text(v.statement)} {markdown_text(v.sentence)}"
+            f"* {SYMBOLS[v.state]} **{v.state}**: {markdown_text(v.statement)} "
+            f"{markdown_text(v.sentence)}"
             for v in members
         ]
         lines.append("")
@@ -152,14 +155,16 @@ def _losses(tables: Sequence[Table]) -> Table:
 
 
 def _notes(study: StudyRuns) -> list[str]:
-    """What the reader must know about runs that are missing or went wrong, and about their times."""
+    """What the reader must know about runs that are missing or went wrong,
+    and about their times."""
     notes = study_notes(study, "means and verdicts")
     times = uneven_times(study)
     if times is not None:
         notes.append(
-            f"Times by the clock are noisy: configs with the same steps and the same cost in the paper's accounting "
-            f"took {significant(times[0])} to {significant(times[1])} s on average. Verdicts on time, and configs that "
-            "were given the time of another, are as uncertain."
+            "Times by the clock are noisy: configs with the same steps and the same cost in the "
+            f"paper's accounting took {significant(times[0])} to {significant(times[1])} s on "
+            "average. Verdicts on time, and configs that were given the time of another, are as "
+            "uncertain."
         )
     return notes
 

@@ -1,6 +1,7 @@
 """What the figures of a study share: styles, labels, and means over seeds.
 
-"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study"
+(arXiv:2604.17228).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Figures of a study's report, as PNG files. Matplotlib and adjustText are imported on first use."""
+"""Figures of a study's report, as PNG files.
+
+Matplotlib and adjustText are imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ _DPI = 110
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawn figure: its `file` in a report's folder and the `png` in it, its size in pixels, the words with it."""
+    """A drawn figure: its `file` in a report's folder and the `png` in it, its size in pixels,
+    the words with it."""
 
     key: str
     file: str
@@ -109,7 +113,8 @@ def draw_util_sweep(study: StudyRuns) -> tuple[Any, list[str]]:
 
 
 def draw_policies(study: StudyRuns) -> tuple[Any, list[str]]:
-    """Loss without an oracle, with the on-policy one and with the all-full one, a thin line per seed."""
+    """Loss without an oracle, with the on-policy one and with the all-full one,
+    a thin line per seed."""
     figure, panels = make_figure(9, 3.8, columns=2)
     rows = {"G1": ("a3_g1", "on_policy_g1", "g1"), "G3": ("a3_g3", "on_policy_g3", "g3")}
     drawn = []
@@ -236,7 +241,8 @@ def draw_probabilities(study: StudyRuns) -> tuple[Any, list[str]]:
 def draw_cost(study: StudyRuns) -> tuple[Any, list[str]]:
     """Endpoint loss against training time, every config with its name.
 
-    Configs that share the usual budget and a frozen base have a panel of their own: the others lie far off.
+    Configs that share the usual budget and a frozen base have a panel of their own: the others lie
+    far off.
     """
     from adjustText import adjust_text
 
@@ -264,11 +270,10 @@ def draw_cost(study: StudyRuns) -> tuple[Any, list[str]]:
         for group, color in ((close, "#0072b2"), (far, "#d55e00")):
             drawn = [points[name] for name in shown if name in group]
             axes.errorbar(
-                [mean(seconds) for seconds, _ in drawn],
-                [mean(losses) for _, losses in drawn],
+                [mean(seconds) for seconds, _ in drawn], [mean(losses) for _, losses in drawn],
                 xerr=[error(seconds) for seconds, _ in drawn],
-                yerr=[error(losses) for _, losses in drawn],
-                fmt="o" if group is close else "s", color=color, ecolor="0.82", elinewidth=1, ms=5, zorder=3,
+                yerr=[error(losses) for _, losses in drawn], fmt="o" if group is close else "s",
+                color=color, ecolor="0.82", elinewidth=1, ms=5, zorder=3,
             )  # fmt: skip
         axes.set(ylabel="endpoint validation loss (nats)")
         axes.margins(0.14)
@@ -294,18 +299,26 @@ def draw_cost(study: StudyRuns) -> tuple[Any, list[str]]:
 FIGURES: dict[str, tuple[str, str, Callable[[StudyRuns], tuple[Any, list[str]]]]] = {
     "learning": (
         "Validation loss over training",
-        "Lines are means over seeds, shades one standard error; the grey band is the G3 endpoint ± {margin}. "
-        "Step 0 is left out.",
+        (
+            "Lines are means over seeds, shades one standard error; the grey band is the G3 "
+            "endpoint ± {margin}. Step 0 is left out."
+        ),
         draw_learning,
     ),
     "gradients": (
         "Gradient norm over training",
-        "Means over seeds of a rolling mean over 5 % of the run, on a log axis; shades are one standard error.",
+        (
+            "Means over seeds of a rolling mean over 5 % of the run, on a log axis; shades are one "
+            "standard error."
+        ),
         draw_gradients,
     ),
     "util_sweep": (
         "Loss against the weight of the util loss",
-        "Bars are one standard error over seeds, dots are seeds. The dashed line has neither util nor rank.",
+        (
+            "Bars are one standard error over seeds, dots are seeds. The dashed line has neither "
+            "util nor rank."
+        ),
         draw_util_sweep,
     ),
     "policies": (
@@ -320,7 +333,10 @@ FIGURES: dict[str, tuple[str, str, Callable[[StudyRuns], tuple[Any, list[str]]]]
     ),
     "gate_probability": (
         "Gate probability",
-        "Mean over tokens and routed layers. Top-k runs the budget's share of tokens whatever the probability.",
+        (
+            "Mean over tokens and routed layers. Top-k runs the budget's share of tokens whatever "
+            "the probability."
+        ),
         draw_probabilities,
     ),
     "cost": (

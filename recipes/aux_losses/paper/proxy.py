@@ -1,7 +1,8 @@
-"""The paper's proxy of what a training step costs, at the paper's shape, without and with the target projection.
+"""The paper's proxy of what a training step costs, at the paper's shape,
+without and with the target projection.
 
-"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228),
-section 4 and table 4. This is arithmetic on its architecture; nothing is run.
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study"
+(arXiv:2604.17228), section 4 and table 4. This is arithmetic on its architecture; nothing is run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Rules that turn paired differences into an answer: the statement holds, its opposite holds, or neither shows.
+"""Rules that turn paired differences into an answer: the statement holds, its opposite holds,
+or neither shows.
 
-Every rule compares runs of the same seed, needs at least `MIN_SEEDS` common seeds, and returns a `Finding` whose
-sentence holds the numbers behind the answer. What it goes by is an interval of Student's t over the seeds, as wide as
-makes all statements of a report hold at once (`statements` in the study's `info`). `describe_rules` says
-the same in words, for the report.
-"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
+Every rule compares runs of the same seed, needs at least `MIN_SEEDS` common seeds, and returns a
+`Finding` whose sentence holds the numbers behind the answer. What it goes by is an interval of
+Student's t over the seeds, as wide as makes all statements of a report hold at once (`statements`
+in the study's `info`). `describe_rules` says the same in words, for the report. "The paper" is
+"Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ BUDGETS = ("", "_b25")  # at a budget of 50 %, or, where the study has none of t
 
 @dataclass(frozen=True)
 class Finding:
-    """`answer` (AGREES, DISAGREES or OPEN) and one or more sentences with the numbers it rests on."""
+    """`answer` (AGREES, DISAGREES or OPEN) and one or more sentences with the
+    numbers it rests on."""
 
     answer: str
     sentence: str
@@ -47,38 +49,66 @@ def describe_rules(study: StudyRuns, statements: int) -> list[str]:
     """The rules in words."""
     margin = study.info["margin"]
     return [
-        "Runs are compared in pairs of the same seed. A mean is followed by its interval, of Student's t over the "
-        f"seeds; those of all {statements} statements hold together with 95 % (Bonferroni), and decide. The second "
-        "interval holds with 95 % for its statement alone. Where only that one decides, and with fewer than "
-        f"{MIN_SEEDS} common seeds, the seeds cannot decide.",
-        "Lower, higher: when the whole interval is. In the claimed direction the study agrees, in the other one it "
-        "disagrees; else the statement is open.",
-        f"Equal loss: agrees when the whole interval lies within {margin:g} nats, the paper's own margin; disagrees "
-        "when it lies outside. Not worse: the same, with only a higher loss held against it.",
-        "In another regime than the paper's nothing is decided, in either direction: a statement about the paper's "
-        "models then stays open, and the reason says what shows here. The regime is that of the paper where skipping "
-        f"is nearly free, which is where A3-G1 ends within {NEARLY_FREE:g} nats of the dense base; the paper gives no "
-        "dense loss, but its losses at 50 % and 25 % are the same. Time by the clock, and statements that are not the "
-        "paper's, stand for themselves.",
-        "Thresholds: the mean over the thresholds of how many times as many steps were needed to get under them, "
-        "counting one that was never reached as reached at the end. A difference of one evaluation counts as none.",
-        f"Gradient norm: agrees when the ratio is at least {GRADIENT_RATIO:g} in the whole interval. Collapse: the "
-        f"same with a q distance {COLLAPSE_RATIO:g} times that of the other; constant scores with a variance ratio of "
-        f"{CONSTANT_RATIO:g}. Disagrees: a ratio below 1 in the whole interval. Intervals are of the logarithms. "
-        "That A2 does not collapse: agrees when the whole interval is under the bound.",
-        f"Cosine: where the distance shows a collapse, the cosine is blind when it moves by at most {SAME_COSINE:g}, "
-        f"and not blind when it moves by more than {OTHER_COSINE:g}.",
-        "Time: agrees when at least half of the paper's saving shows; disagrees when nothing is saved.",
-        f"Oracle AUC: as losses, with a margin of {AUC_MARGIN:g}. Gate probability: near the budget means within "
-        f"{PROBABILITY_MARGIN:g}.",
-        "Too strong a weight: agrees when full weight is worse than no util and rank while some smaller weight is "
-        "not worse; disagrees when every smaller weight is worse as well.",
+        (
+            "Runs are compared in pairs of the same seed. A mean is followed by its interval, of "
+            f"Student's t over the seeds; those of all {statements} statements hold together with "
+            "95 % (Bonferroni), and decide. The second interval holds with 95 % for its statement "
+            f"alone. Where only that one decides, and with fewer than {MIN_SEEDS} common seeds, "
+            "the seeds cannot decide."
+        ),
+        (
+            "Lower, higher: when the whole interval is. In the claimed direction the study agrees, "
+            "in the other one it disagrees; else the statement is open."
+        ),
+        (
+            f"Equal loss: agrees when the whole interval lies within {margin:g} nats, the paper's "
+            "own margin; disagrees when it lies outside. Not worse: the same, with only a higher "
+            "loss held against it."
+        ),
+        (
+            "In another regime than the paper's nothing is decided, in either direction: a "
+            "statement about the paper's models then stays open, and the reason says what shows "
+            "here. The regime is that of the paper where skipping is nearly free, which is where "
+            f"A3-G1 ends within {NEARLY_FREE:g} nats of the dense base; the paper gives no dense "
+            "loss, but its losses at 50 % and 25 % are the same. Time by the clock, and "
+            "statements that are not the paper's, stand for themselves."
+        ),
+        (
+            "Thresholds: the mean over the thresholds of how many times as many steps were needed "
+            "to get under them, counting one that was never reached as reached at the end. A "
+            "difference of one evaluation counts as none."
+        ),
+        (
+            f"Gradient norm: agrees when the ratio is at least {GRADIENT_RATIO:g} in the whole "
+            f"interval. Collapse: the same with a q distance {COLLAPSE_RATIO:g} times that of the "
+            f"other; constant scores with a variance ratio of {CONSTANT_RATIO:g}. Disagrees: a "
+            "ratio below 1 in the whole interval. Intervals are of the logarithms. That A2 does "
+            "not collapse: agrees when the whole interval is under the bound."
+        ),
+        (
+            "Cosine: where the distance shows a collapse, the cosine is blind when it moves by at "
+            f"most {SAME_COSINE:g}, and not blind when it moves by more than {OTHER_COSINE:g}."
+        ),
+        (
+            "Time: agrees when at least half of the paper's saving shows; disagrees when nothing "
+            "is saved."
+        ),
+        (
+            f"Oracle AUC: as losses, with a margin of {AUC_MARGIN:g}. Gate probability: near the "
+            f"budget means within {PROBABILITY_MARGIN:g}."
+        ),
+        (
+            "Too strong a weight: agrees when full weight is worse than no util and rank while "
+            "some smaller weight is not worse; disagrees when every smaller weight is worse as "
+            "well."
+        ),
         "Open questions are answered by the same rules.",
     ]
 
 
 def other_regime(study: StudyRuns) -> str:
-    """Why runs of this study are of another regime than the paper's; empty where skipping costs next to nothing."""
+    """Why runs of this study are of another regime than the paper's;
+    empty where skipping costs next to nothing."""
     dense = study.info.get("base", {}).get("dense_loss")
     names = [f"{name}{budget}" for budget in BUDGETS for name in PLAIN]
     ends = next((found for name in names if (found := values(study, name, "endpoint"))), {})
@@ -151,7 +181,8 @@ def saving(study: StudyRuns, a: str, b: str, metric: str, at_least: float) -> Fi
 
 
 def earlier(study: StudyRuns, a: str, b: str) -> Finding:
-    """Whether `a` reaches the thresholds before `b`: the geometric mean of the ratios of their steps."""
+    """Whether `a` reaches the thresholds before `b`: the geometric mean of the
+    ratios of their steps."""
     logs: dict[int, list[float]] = {}
     last, resolution = study.info["steps"], study.info.get("eval_every", 0)
     for threshold in study.info["thresholds"]:
@@ -207,7 +238,8 @@ def weight_too_strong(
 ) -> Finding:
     """Whether the harm of `full` against `without` is gone at one of the smaller weights.
 
-    The opposite: every smaller weight is detectably worse than `without` too. Open where `full` does no harm.
+    The opposite: every smaller weight is detectably worse than `without` too. Open where `full`
+    does no harm.
     """
     harm = difference(study, full, without, metric)
     smaller = {name: difference(study, name, without, metric) for name in weights}
@@ -226,7 +258,8 @@ def weight_too_strong(
 
 
 def lower_everywhere(study: StudyRuns, pairs: Sequence[tuple[str, str]], metric: str) -> Finding:
-    """Whether `a` is detectably lower than `b` in every pair; detectably higher in one or more is the opposite."""
+    """Whether `a` is detectably lower than `b` in every pair;
+    detectably higher in one or more is the opposite."""
     found = {pair: difference(study, *pair, metric) for pair in pairs}
     answers = [answer(one, "lower") for one in found.values()]
     return Finding(
@@ -252,7 +285,8 @@ def _ratios(study: StudyRuns, a: str, b: str, metric: str) -> list[float]:
 
 
 def _ratio(study: StudyRuns, a: str, b: str, metric: str) -> Interval:
-    """The interval around the geometric mean; what is divided by nothing counts as 1e12 times as much."""
+    """The interval around the geometric mean; what is divided by nothing counts as
+    1e12 times as much."""
     logs = [math.log(min(max(r, 1e-12), 1e12)) for r in _ratios(study, a, b, metric)]
     return _of_logs(over_seeds(study, logs))
 

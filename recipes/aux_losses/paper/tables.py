@@ -1,7 +1,7 @@
 """The tables of a study's report: the paper's six, those its open questions ask for, and all runs.
 
-"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
-A table is plain text cells; `page` renders it to HTML and Markdown.
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study"
+(arXiv:2604.17228). A table is plain text cells; `page` renders it to HTML and Markdown.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def build_tables(study: StudyRuns) -> list[Table]:
 
 
 def loss_table(study: StudyRuns) -> Table:
-    """The losses of every config with a finished run: mean ± standard error over its seeds, and their number."""
+    """The losses of every config with a finished run: mean ± standard error over its seeds,
+    and their number."""
     names = [name for name in study.names if name in study.runs]
     return build(study, Layout("losses", "Losses", names, LOSSES, names))
 
@@ -208,18 +209,21 @@ def _general_tables(study: StudyRuns) -> Iterator[Table]:
             ),
             cost,
             needs=names,
-            note="Accounting: full FFNs per token and routed layer, weights only, without the "
-            "target projection, which the paper counts. Wall and CPU: optimizer "
-            "steps only, no evaluation; the median step leaves out what comes every few steps, as the oracle does. "
-            "Sorted by CPU time, or by wall on a GPU.",
+            note=(
+                "Accounting: full FFNs per token and routed layer, weights only, without the "
+                "target projection, which the paper counts. Wall and CPU: optimizer steps only, no "
+                "evaluation; the median step leaves out what comes every few steps, as the oracle "
+                "does. Sorted by CPU time, or by wall on a GPU."
+            ),
         ),
     )
     biased = [name for name in names if values(study, name, "layers/fork_bias/correlation")]
     if biased:
         forks = ("correlation", "sign agreement", "mean, layer-wide", "mean, exact")
         note = (
-            "The label forks a whole layer at once: all positions take the cheap path together. Exact forks each "
-            "position alone. Correlation and agreement in sign are over positions, averaged over the routed layers."
+            "The label forks a whole layer at once: all positions take the cheap path together. "
+            "Exact forks each position alone. Correlation and agreement in sign are over "
+            "positions, averaged over the routed layers."
         )
         yield build(
             study, Layout("fork-bias", "Bias of the layer-wide fork", biased, forks, biased, note)
@@ -230,7 +234,10 @@ def _general_tables(study: StudyRuns) -> Iterator[Table]:
     yield build(study, everything)
     gates = ("name", "gate prob", "full ratio", "score variance", "q distance", "q cosine", "grad norm",
                "threshold loss", "threshold - top-k", "threshold ratio", "frequent", "rare")  # fmt: skip
-    note = "Threshold: the causal rule after calibration; its difference is to the endpoint loss under top-k."
+    note = (
+        "Threshold: the causal rule after calibration; its difference is to the endpoint loss "
+        "under top-k."
+    )
     yield build(
         study, Layout("all-gates", "All runs: gates and the causal rule", names, gates, names, note)
     )
@@ -243,8 +250,9 @@ def _auc_table(study: StudyRuns, names: Sequence[str]) -> Table:
             columns.append((f"{kind}, layer {layer}", metric(f"layers/{layer}/{key}", fixed(3))))
         columns.append((f"{kind}, mean", metric(f"layers/{key}", fixed(3))))
     note = (
-        "ROC-AUC of the gate probability against the sign of the counterfactual loss difference on held-out tokens; "
-        "0.5 is chance. On-policy: later layers follow the gate, window 1. All-full: the sign of the oracle's label."
+        "ROC-AUC of the gate probability against the sign of the counterfactual loss difference on "
+        "held-out tokens; 0.5 is chance. On-policy: later layers follow the gate, window 1. "
+        "All-full: the sign of the oracle's label."
     )
     return _fill(
         study, Layout("oracle-auc", "Oracle AUC per layer", names, (), names), columns, note

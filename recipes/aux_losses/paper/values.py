@@ -1,8 +1,9 @@
 """Values of a study by config, metric and seed, and how they are printed.
 
-A metric is a path into `summary.json`: `endpoint`, `cost/training_ffn_ratio`, `layers/3/oracle_auc`. Without a layer,
-`layers/oracle_auc` is the mean over the routed layers. `frequent_minus_rare` and `threshold_minus_topk` are derived.
-"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
+A metric is a path into `summary.json`: `endpoint`, `cost/training_ffn_ratio`,
+`layers/3/oracle_auc`. Without a layer, `layers/oracle_auc` is the mean over the routed layers.
+`frequent_minus_rare` and `threshold_minus_topk` are derived. "The paper" is "Revisiting Auxiliary
+Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
 """
 
 from __future__ import annotations
@@ -63,14 +64,16 @@ def _walk(value: Any, path: Sequence[str]) -> float | None:
 
 
 def values(study: StudyRuns, name: str, metric: str) -> dict[int, float]:
-    """Per seed, in the study's order; seeds without a finished run or without the value are left out."""
+    """Per seed, in the study's order; seeds without a finished run or without the
+    value are left out."""
     runs = study.runs.get(name, {})
     found = {seed: read(runs[seed].summary, metric) for seed in study.seeds if seed in runs}
     return {seed: value for seed, value in found.items() if value is not None}
 
 
 def training_clock(study: StudyRuns) -> str:
-    """The metric of training time: processor time on a CPU, which other work on the machine does not lengthen."""
+    """The metric of training time: processor time on a CPU,
+    which other work on the machine does not lengthen."""
     device = (study.info.get("machine") or {}).get("device")
     timed = any(values(study, name, "train_cpu_seconds") for name in study.names)
     return "train_cpu_seconds" if device == "cpu" and timed else "train_seconds"
@@ -112,7 +115,8 @@ def layers(study: StudyRuns, names: Sequence[str]) -> list[str]:
 
 
 def paired(study: StudyRuns, a: str, b: str, metric: str) -> dict[int, float]:
-    """`a - b` per seed that both have, rounded so that a difference of exactly the margin compares as that."""
+    """`a - b` per seed that both have, rounded so that a difference of exactly the margin
+    compares as that."""
     left, right = values(study, a, metric), values(study, b, metric)
     return {seed: round(left[seed] - right[seed], 9) for seed in left if seed in right}
 
@@ -123,7 +127,8 @@ def error(numbers: Sequence[float]) -> float:
 
 
 def spread(numbers: Sequence[float], show: Callable[[float], str]) -> str:
-    """Mean ± standard error, both to the same decimal place; the value alone where all are the same; "-" for none."""
+    """Mean ± standard error, both to the same decimal place;
+    the value alone where all are the same; "-" for none."""
     if not numbers:
         return "-"
     centre = show(mean(numbers))
@@ -136,7 +141,8 @@ def spread(numbers: Sequence[float], show: Callable[[float], str]) -> str:
 
 
 def spread_hits(steps: Sequence[float]) -> str:
-    """Mean ± standard error over the seeds that reached the threshold, with their number if not all; or "never"."""
+    """Mean ± standard error over the seeds that reached the threshold,
+    with their number if not all; or "never"."""
     reached = [step for step in steps if step != NEVER]
     if not steps:
         return "-"
@@ -147,10 +153,11 @@ def spread_hits(steps: Sequence[float]) -> str:
 
 
 def uneven_times(study: StudyRuns) -> tuple[float, float] | None:
-    """Least and most mean seconds among configs of equal work, where they are `UNEVEN` times apart; else None.
+    """Least and most mean seconds among configs of equal work,
+    where they are `UNEVEN` times apart; else None.
 
-    Equal work: the same seeds, steps, training cost in the paper's accounting, and terms of the loss that cost more
-    than it counts. Other load on the machine shows here.
+    Equal work: the same seeds, steps, training cost in the paper's accounting, and terms of the
+    loss that cost more than it counts. Other load on the machine shows here.
     """
     groups: dict[tuple[object, ...], list[float]] = {}
     for name in study.names:
