@@ -36,7 +36,7 @@ SOURCE_ONLY = ("rouge-score", "sqlitedict", "word2number")
 HEADER = """\
 # Every version that is installed, for Python 3.11 to 3.14 on Linux and macOS; `make lock` writes this file.
 # pyproject.toml holds the lower bounds.
-"""
+"""  # noqa: E501
 
 
 def pinned_extras() -> list[str]:

@@ -138,12 +138,13 @@ def staged_save(folder: Path) -> Iterator[Path]:
             if not disk_full(error):
                 raise
             needed = sum(file.stat().st_size for file in stage.rglob("*") if file.is_file())
-            raise OSError(
-                errno.ENOSPC,
-                f"disk full while saving the adapter: more than {needed:,} bytes are needed; free some space and save again"
-                + ("" if created else "; what was there before is intact"),
-                str(folder),
-            ) from error
+            said = (
+                f"disk full while saving the adapter: more than {needed:,} bytes are needed; "
+                "free some space and save again"
+            )
+            if not created:
+                said += "; what was there before is intact"
+            raise OSError(errno.ENOSPC, said, str(folder)) from error
         finally:
             shutil.rmtree(stage, ignore_errors=True)
             if created:

@@ -129,9 +129,17 @@ _POST_NORM = Family(
 _PARALLEL = Family(ffn_norm="input_layernorm", parallel=True)
 
 _PLAIN = (
-    "arcee", "gemma", "llama", "mistral", "mixtral", "nemotron", "qwen2", "qwen2_moe", "seed_oss",
+    "arcee",
+    "gemma",
+    "llama",
+    "mistral",
+    "mixtral",
+    "nemotron",
+    "qwen2",
+    "qwen2_moe",
+    "seed_oss",
     "starcoder2",
-)  # fmt: skip
+)
 
 FAMILIES: dict[str, Family] = {
     # Sequential and scaled.

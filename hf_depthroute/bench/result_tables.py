@@ -56,14 +56,17 @@ def _times(m: Mapping[str, Any]) -> Iterator[Row]:
             else:
                 name = label
             yield {
-                "case": short_label(m), "variant": name,
-                "share full": f"{routed['full_ratio']:.3f}", "ms": f"{row[f'{label}_ms']:.2f}",
-                "dense ms": f"{m['dense_ms']:.2f}", "speed-up": f"{row['speedup']:.3f}",
+                "case": short_label(m),
+                "variant": name,
+                "share full": f"{routed['full_ratio']:.3f}",
+                "ms": f"{row[f'{label}_ms']:.2f}",
+                "dense ms": f"{m['dense_ms']:.2f}",
+                "speed-up": f"{row['speedup']:.3f}",
                 "FLOPs / dense": f"{routed['flops_routed_over_dense']:.3f}",
                 "eta": "-" if eta is None else f"{eta:.2f}",
                 "tokens/s": f"{row['tokens_per_s']:.0f}",
                 "modes": f"{row['mode']} / {m['dense_mode']}" if "mode" in row else "",
-            }  # fmt: skip
+            }
 
 
 def _overheads(m: Mapping[str, Any]) -> Iterator[Row]:

@@ -75,10 +75,17 @@ def make_card(
         with tempfile.TemporaryDirectory() as folder:
             adapter.save_pretrained(folder)
             return make_card(
-                folder, [*run.results, *results], adapter_name=name,
-                training=run.record(adapter, name), repo_id=repo_id, model_name=model_name,
-                language=language, license=license, tags=tags, datasets=datasets,
-            )  # fmt: skip
+                folder,
+                [*run.results, *results],
+                adapter_name=name,
+                training=run.record(adapter, name),
+                repo_id=repo_id,
+                model_name=model_name,
+                language=language,
+                license=license,
+                tags=tags,
+                datasets=datasets,
+            )
     facts = read_facts(Path(adapter), adapter_name, training)
     config = facts.config
     record = facts.training

@@ -24,9 +24,15 @@ END = "<!-- hf_depthroute: end of the generated part -->"
 _BEGIN = re.compile(re.escape(BEGIN).replace(r"\{\}", r"(\w{1,64})") + r"\n")
 _METADATA = re.compile(r"\s*^---[ \t]*\n(.*?)^---[ \t]*(?:\n|\Z)", re.MULTILINE | re.DOTALL)
 _SET_HERE = (
-    "base_model", "base_model_relation", "library_name", "pipeline_tag", "license", "language",
-    "datasets", "model-index",
-)  # fmt: skip
+    "base_model",
+    "base_model_relation",
+    "library_name",
+    "pipeline_tag",
+    "license",
+    "language",
+    "datasets",
+    "model-index",
+)
 _MAX_METADATA = 1 << 16
 
 

@@ -38,9 +38,9 @@ app = typer.Typer(
     name="hf-depthroute",
     help="""Depth routing for pretrained language models: easy tokens skip work, as a PEFT adapter.
 
-    In every command ADAPTER is the folder of an adapter or its Hub id, and --out is where the command writes what it
-    makes: a folder (train, fit, convert, report) or a file (eval, bench, families: the result as JSON; card), - for
-    stdout.
+    In every command ADAPTER is the folder of an adapter or its Hub id, and --out is where the
+    command writes what it makes: a folder (train, fit, convert, report) or a file (eval, bench,
+    families: the result as JSON; card), - for stdout.
     --adapter ADAPTER and --json FILE are older spellings of the two.
     """,
     add_completion=False,

@@ -51,5 +51,8 @@ def convert(
     folder = loading.folder_of("checkpoint", checkpoint, patterns, ADAPTER)
     config = convert_flexidepth(folder, check_out(out, overwrite), base)
     assert isinstance(config.layers, list)
-    say(f"{out}: {len(config.layers)} routed layers ({config.layers[0]} to {config.layers[-1]}), gate width "
-        f"{config.gate_hidden}, branch width {config.branch_rank}, on {config.base_model_name_or_path}")  # fmt: skip
+    say(
+        f"{out}: {len(config.layers)} routed layers ({config.layers[0]} to {config.layers[-1]}), "
+        f"gate width {config.gate_hidden}, branch width {config.branch_rank}, "
+        f"on {config.base_model_name_or_path}"
+    )

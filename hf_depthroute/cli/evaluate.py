@@ -22,9 +22,15 @@ if TYPE_CHECKING:
 
 _OF_TASKS = ("include_path", "num_fewshot", "limit")
 _OF_LOSS = (
-    "dataset_name", "split", "column", "streaming", "calibrate_on", "calibration_blocks", "blocks",
+    "dataset_name",
+    "split",
+    "column",
+    "streaming",
+    "calibrate_on",
+    "calibration_blocks",
+    "blocks",
     "length",
-)  # fmt: skip
+)
 # A result, and its table: header and rows.
 Measured = tuple[dict[str, Any], tuple[str, ...], Sequence[tuple[str, ...]]]
 

@@ -111,11 +111,16 @@ def fit(options: FitOptions) -> None:
     from .saving import save_adapter
 
     config = DepthRouteConfig(
-        layers=o.parse_layers(options.layers), target=options.target, gate=options.gate,
-        branch=options.branch, branch_rank=options.branch_rank, phases=options.phases,
-        prompt_tail=options.prompt_tail, seed=options.seed,
+        layers=o.parse_layers(options.layers),
+        target=options.target,
+        gate=options.gate,
+        branch=options.branch,
+        branch_rank=options.branch_rank,
+        phases=options.phases,
+        prompt_tail=options.prompt_tail,
+        seed=options.seed,
         **{name: getattr(options, name) for name in MEMORY_FIELDS},
-    )  # fmt: skip
+    )
     loading.check_dtype(options.dtype, loading.DTYPES)
     # One of several under accelerate launch: each with a GPU of its own, or all on processors.
     process = PartialState(cpu=not torch.cuda.is_available())

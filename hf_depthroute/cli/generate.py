@@ -68,7 +68,7 @@ def generate(options: GenerateOptions) -> None:
       hf-depthroute generate routed --prompt "def main():" --budget 0.5
       echo "def main():" | hf-depthroute generate routed --full
       hf-depthroute generate routed --prompt "def main():" --lossless --draft-budget 0.25 --draft-tokens 4
-    """
+    """  # noqa: E501
     _check_options(options)
     dropped = _layer_list(options.draft_drop)
     prompt = _prompt(options.prompt)

@@ -25,7 +25,7 @@ def lm_eval(context: typer.Context, debug: o.Debug = False) -> None:
     Example:
       hf-depthroute lm-eval --model hf --model_args pretrained=BASE,peft=ADAPTER --tasks piqa --batch_size 8
       hf-depthroute lm-eval --model depthroute --model_args adapter=ADAPTER,budget=0.25 --tasks piqa
-    """
+    """  # noqa: E501
     try:
         from lm_eval.__main__ import cli_evaluate
 

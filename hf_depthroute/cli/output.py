@@ -114,10 +114,16 @@ def check_file(path: Path | None) -> Path | None:
 ResultFile = Annotated[
     Path | None,
     typer.Option(
-        "--out", "--json", metavar="FILE", callback=check_file,
-        help="Write the result here as JSON; - for stdout, without the table. --json is the older spelling.",
+        "--out",
+        "--json",
+        metavar="FILE",
+        callback=check_file,
+        help=(
+            "Write the result here as JSON; - for stdout, without the table. --json is the older "
+            "spelling."
+        ),
     ),
-]  # fmt: skip
+]
 
 
 def write_result(path: Path | None, content: Any) -> bool:

@@ -77,7 +77,7 @@ def report(options: ReportOptions) -> None:
     Example:
       hf-depthroute report routed --dataset my_text.jsonl --budgets 0.25,0.5,0.75
       hf-depthroute report routed --dataset my_text.jsonl --prompt "Once upon a time" --out page.html
-    """
+    """  # noqa: E501
     if not options.dataset:
         raise CliError(f"report: give --dataset, the text to measure adapter {options.adapter} on")
     say(_report_adapter(options))

@@ -67,7 +67,7 @@ def serve(options: ServeOptions) -> None:
     Example:
       hf-depthroute serve routed --port 8000
       curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "def main():"}'
-    """
+    """  # noqa: E501
     if options.engine == "vllm":
         serve_vllm(options, options.context)
         return

@@ -101,7 +101,7 @@ def train(options: TrainOptions) -> None:
     Example:
       hf-depthroute train --model Qwen/Qwen2.5-0.5B --dataset python-stdlib --layers last:12 --budget 0.5 \\
         --steps 500 --validation-split validation --out routed
-    """
+    """  # noqa: E501
     options.out = check_out(options.out, options.overwrite, options.resume)
     from . import loading
 

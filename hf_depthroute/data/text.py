@@ -25,9 +25,21 @@ PYTHON_STDLIB = "python-stdlib"
 # Not prose-like source (tables, generated data), not installed everywhere, or not part of the
 # library proper.
 _STDLIB_SKIP = {
-    "__pycache__", "config", "dist-packages", "encodings", "ensurepip", "idlelib", "lib-dynload",
-    "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
-}  # fmt: skip
+    "__pycache__",
+    "config",
+    "dist-packages",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib-dynload",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "tkinter",
+    "turtledemo",
+}
 
 _LOCAL_BUILDERS = {
     ".txt": "text",

@@ -101,10 +101,14 @@ def make_page(
         with gradio.Row():
             # Nothing to move where a rule decides that knows no budget.
             budget = gradio.Slider(
-                min(0.05, own), 1, value=own, step=0.01, visible=config.takes_budget(),
+                min(0.05, own),
+                1,
+                value=own,
+                step=0.01,
+                visible=config.takes_budget(),
                 label="Budget: share of the tokens that run in full, in layers with a gate",
                 info=f"The adapter's is {budget_words(config, depth)}.",
-            )  # fmt: skip
+            )
             length = gradio.Slider(1, _MAX_NEW_TOKENS, value=64, step=1, label="New tokens")
         chat = gradio.Checkbox(
             chat_template,
@@ -126,9 +130,14 @@ def make_page(
         gradio.HTML(f"<p>{_LEGEND}</p>")
         given = [prompt, budget if config.takes_budget() else gradio.State(None), length, chat]
         writing = gradio.on(
-            [start.click, prompt.submit, budget.release], run, given, columns, concurrency_limit=1,
-            trigger_mode="once", show_progress="hidden",
-        )  # fmt: skip
+            [start.click, prompt.submit, budget.release],
+            run,
+            given,
+            columns,
+            concurrency_limit=1,
+            trigger_mode="once",
+            show_progress="hidden",
+        )
         stop.click(None, cancels=[writing], queue=False)
     page.queue(max_size=_WAITING)
     return page

@@ -41,9 +41,14 @@ class Chart:
     """
 
     def __init__(
-        self, key: str, title: str, description: str, caption: str,
-        size: tuple[float, float] = (440, 270), layout: Any = "constrained",
-    ) -> None:  # fmt: skip
+        self,
+        key: str,
+        title: str,
+        description: str,
+        caption: str,
+        size: tuple[float, float] = (440, 270),
+        layout: Any = "constrained",
+    ) -> None:
         from matplotlib.figure import Figure
 
         self.key = key
@@ -159,9 +164,11 @@ def loss_chart(report: RunReport) -> Chart:
         )
     ends = "; ".join(f"{row['loss']:.3f} at share {row['full_ratio']:.2f}" for row in report.routed)
     chart = Chart(
-        "loss-chart", "Loss against the share run full", f"Dense loss {dense:.3f}. Routed: {ends}.",
+        "loss-chart",
+        "Loss against the share run full",
+        f"Dense loss {dense:.3f}. Routed: {ends}.",
         "Loss: lower is better. The distance to the dashed line is what routing costs.",
-    )  # fmt: skip
+    )
     return _lines(chart, found, dense, "loss, nats per token")
 
 
@@ -185,9 +192,12 @@ def time_chart(report: RunReport) -> Chart:
         if points
     )
     chart = Chart(
-        "time-chart", "Time and arithmetic against the share run full", said,
-        "Time: below the dashed line is faster than dense. Dotted, the arithmetic: what the clock could show.",
-    )  # fmt: skip
+        "time-chart",
+        "Time and arithmetic against the share run full",
+        said,
+        "Time: below the dashed line is faster than dense. Dotted, the arithmetic: what the clock "
+        "could show.",
+    )
     _lines(chart, found, 1.0, "of the dense model's").axes.set_ylim(bottom=0)
     return chart
 
@@ -227,10 +237,13 @@ def cost_chart(report: RunReport) -> Chart:
     said = "; ".join(f"{label}: {cost.computed:.1%}" for label, cost in zip(labels, costs))
     batch, length = report.cost_shape
     chart = Chart(
-        "cost-chart", "Arithmetic of one prompt pass", f"In all, of the dense model's: {said}.",
-        f"FLOPs of a prompt of {batch} x {length} tokens, counted, at the shares measured on the text.",
+        "cost-chart",
+        "Arithmetic of one prompt pass",
+        f"In all, of the dense model's: {said}.",
+        f"FLOPs of a prompt of {batch} x {length} tokens, counted, at the shares measured on the "
+        "text.",
         size=(440, 72 + 34 * (len(costs) + 1)),
-    )  # fmt: skip
+    )
     chart.bars([(0, -0.35, 1, 0.7, "dense: 100%")], "rest")
     starts = [0.0] * len(costs)
     for name, said in COST_PARTS.items():
@@ -260,11 +273,12 @@ def ratio_chart(report: RunReport, number: int) -> Chart:
     else:
         line = ""
     chart = Chart(
-        f"ratio-{number}", f"Share run full by layer at budget {name}",
+        f"ratio-{number}",
+        f"Share run full by layer at budget {name}",
         "; ".join(f"layer {index}: {layer.full_ratio:.2f}" for index, layer in layers.items()),
         f"Budget {name}: the share of real tokens that ran full in each routed layer.{line}",
         size=(440, 240),
-    )  # fmt: skip
+    )
     ratios = [layer.full_ratio for layer in layers.values()]
     tips = [f"layer {index}: {ratio:.3f}" for index, ratio in zip(layers, ratios)]
     chart.bars([(x - 0.36, 0, 0.72, 1, tip) for x, tip in enumerate(tips)], "skipped")
@@ -297,11 +311,13 @@ def histogram(report: RunReport, number: int, index: int) -> Chart:
     else:
         limit = f"threshold {threshold:.3f}"
     chart = Chart(
-        f"scores-{number}-{index}", f"Scores of layer {index} at budget {report.names[number]}",
+        f"scores-{number}-{index}",
+        f"Scores of layer {index} at budget {report.names[number]}",
         f"Scores from {first:.2f} to {last:.2f}, {limit}, {layer.full_ratio:.1%} ran full.",
-        # Slow, and these are many.
-        f"Layer {index}: {layer.full_ratio:.0%} full", size=(300, 150), layout=None,
-    )  # fmt: skip
+        f"Layer {index}: {layer.full_ratio:.0%} full",
+        size=(300, 150),
+        layout=None,  # slow, and these are many
+    )
     chart.figure.subplots_adjust(left=0.03, right=0.97, bottom=0.2, top=0.85)
     bars = [
         (

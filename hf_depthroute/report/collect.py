@@ -289,11 +289,14 @@ def collect_tokens(
                 with model.disable_adapter():
                     dense = model(ids, use_cache=False).logits
                 run = run_data(
-                    last, 0, tokenizer, ids[0].tolist(),
+                    last,
+                    0,
+                    tokenizer,
+                    ids[0].tolist(),
                     loss=losses_by_position(logits, ids)[0],
                     dense_loss=losses_by_position(dense, ids)[0],
                     prompt_length=read,
-                )  # fmt: skip
+                )
                 text["runs"].append(run | {"budget": float(budget)})
     if last is None:
         raise ValueError("collect_tokens: there is no sample, or no budget")
@@ -305,10 +308,15 @@ def _continued(model: Any, tokenizer: Any, prompt: torch.Tensor, new_tokens: int
         return prompt
     pad = tokenizer.pad_token_id
     ids: torch.Tensor = model.generate(
-        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens,
-        do_sample=False, temperature=None, top_p=None, top_k=None,
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
         pad_token_id=tokenizer.eos_token_id if pad is None else pad,
-    )  # fmt: skip
+    )
     return ids
 
 

@@ -22,10 +22,20 @@ from ..routing.thresholds import ScoreQuantiles
 from .arguments import RoutingArguments
 
 _ARGUMENTS = (
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm",
-    "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "optim", "bf16", "fp16", "seed",
-)  # fmt: skip
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "max_steps",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "optim",
+    "bf16",
+    "fp16",
+    "seed",
+)
 _KEPT = ("fit", "arguments")
 
 

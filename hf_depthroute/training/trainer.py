@@ -28,9 +28,12 @@ from .objective import RoutingObjective
 from .record import record_of
 
 __all__ = [
-    "DepthRouteCallback", "DepthRouteTrainer", "DepthRouteTrainerMixin",
-    "DepthRouteTrainingArguments", "RoutingArguments",
-]  # fmt: skip
+    "DepthRouteCallback",
+    "DepthRouteTrainer",
+    "DepthRouteTrainerMixin",
+    "DepthRouteTrainingArguments",
+    "RoutingArguments",
+]
 
 if TYPE_CHECKING:
     _Trainer = Trainer
