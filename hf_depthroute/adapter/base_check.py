@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import reprlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from ..base.families import field_of, text_config
 from ..base.gguf import gguf_file_of
 from ..base.stack import stack_of
 from .files import SAMPLED, AdapterMismatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 GGUF_FILE = "gguf_file"  # its name, in the description of a base that was loaded from one
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
@@ -77,7 +80,7 @@ def describe_base(
     return {**described, SAMPLED: sampled}
 
 
-def remember_base(model: Any, config: Any) -> None:
+def remember_base(model: nn.Module, config: PreTrainedConfig) -> None:
     """Note in `config` which base its adapter is saved with:
     its weights may have been trained since injection."""
     before = (config.base_architecture or {}).get(SAMPLED) or {}
@@ -86,7 +89,7 @@ def remember_base(model: Any, config: Any) -> None:
     config.base_architecture = {**now, SAMPLED: {**before, **now[SAMPLED]}}
 
 
-def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None = None) -> None:
+def check_base(model: Any, wanted: Mapping[str, Any], files: Iterable[Path] | None = None) -> None:
     """Refuse a base that is not the one that `wanted`, from `describe_base`, describes.
 
     Routers read hidden states: a vocabulary that has grown, shrunk or been padded is another base
@@ -154,7 +157,7 @@ def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None 
         )
 
 
-def sampled_weights(model: Any, vocabulary: int | None = None) -> dict[str, float]:
+def sampled_weights(model: nn.Module, vocabulary: int | None = None) -> dict[str, float]:
     """One value of each weight of the first, the middle and the last decoder layer and of the
     embeddings, by name.
 
@@ -183,7 +186,7 @@ def sampled_weights(model: Any, vocabulary: int | None = None) -> dict[str, floa
 
 
 def stored_weights(
-    model: Any, files: Iterable[Path], vocabulary: int | None = None
+    model: nn.Module, files: Iterable[Path], vocabulary: int | None = None
 ) -> dict[str, float]:
     """`sampled_weights` of a model whose weights are in safetensors `files`,
     read without loading them.
@@ -254,7 +257,7 @@ def _base_weights(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Para
             yield from _base_weights(f"{prefix}.{name}", child)
 
 
-def _distance(pairs: Sequence[tuple[Any, float]]) -> float:
+def _distance(pairs: Sequence[tuple[object, float]]) -> float:
     """The median of `|a - b| / max(|a|, |b|)`: 0 for equal weights, about 1 for unrelated ones."""
     off = [abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if isinstance(a, float) and (a or b)]
     if off:

@@ -134,7 +134,7 @@ def convert_flexidepth(
     return DepthRouteConfig.from_pretrained(str(target))
 
 
-def _check_config(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+def _check_config(folder: Path, given: Mapping[str, object]) -> dict[str, Any]:
     """The sizes in a checkpoint's configuration; `AdapterMismatchError` where it is
     not of the layout."""
     for name, most in _MOST.items():

@@ -47,7 +47,7 @@ def read_config(path: Path) -> dict[str, Any]:
             repeats a key, or holds a number that JSON does not know.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
@@ -98,7 +98,7 @@ def read_readme(folder: Path) -> bytes:
         raise AdapterMismatchError(str(error)) from error
 
 
-def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
+def check_folder(folder: Path, config: Mapping[str, object]) -> None:
     """Refuse an adapter folder whose weights are not those that `config` was saved with.
 
     No weights: nothing to check.
@@ -118,7 +118,9 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
     _check_hash(path, tensors, config)
 
 
-def _check_hash(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+def _check_hash(
+    path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, object]
+) -> None:
     wanted = config.get("weights_hash")
     if wanted is not None and tensors_hash(tensors) != wanted:
         raise AdapterMismatchError(
@@ -127,7 +129,7 @@ def _check_hash(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping
         )
 
 
-def check_header(path: Path, config: Mapping[str, Any]) -> None:
+def check_header(path: Path, config: Mapping[str, object]) -> None:
     """Refuse a weights file whose names, dtypes and sizes are not those of `config`;
     no value is read.
 
@@ -138,7 +140,7 @@ def check_header(path: Path, config: Mapping[str, Any]) -> None:
         pass
 
 
-def read_tensors(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, config: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """The tensors of an adapter's weights file; its header is checked before any value is read.
 
     Raises:
@@ -154,7 +156,7 @@ def read_tensors(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tenso
 
 
 @contextmanager
-def _checked(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Entry]]]:
+def _checked(path: Path, config: Mapping[str, object]) -> Iterator[tuple[Any, dict[str, Entry]]]:
     """A safetensors file and its header, which is that of the adapter in `config`."""
     try:
         with path.open("rb") as raw:

@@ -80,7 +80,10 @@ def without_adapter_name(key: str, adapter_name: str) -> str | None:
 
 
 def match_tensors(
-    model: nn.Module, config: Any, adapter_name: str, state_dict: Mapping[str, torch.Tensor]
+    model: nn.Module,
+    config: Any,
+    adapter_name: str,
+    state_dict: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint by model key.
 
@@ -195,7 +198,7 @@ def _read_strictly(
     state_dict: Any,
     checkpoint_files: list[str] | None,
     load_config: Any,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     # transformers renames `depth_route_*` to `depth_route_*.<name>` where the load is for a routed
     # adapter.
@@ -216,7 +219,7 @@ def _read_strictly(
     return getattr(type(model), _READER)(model, state_dict, checkpoint_files, load_config, **kwargs)
 
 
-def _kept_in_place(model: nn.Module, device_map: Mapping[str, Any] | None) -> dict[str, Any]:
+def _kept_in_place(model: nn.Module, device_map: Mapping[str, object] | None) -> dict[str, Any]:
     """A device map for reading an adapter: its parts stay where they are,
     whatever is offloaded around them.
 

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import peft
 from peft import PeftConfig, PeftModel
@@ -39,6 +39,9 @@ from .loading import check_same, from_json_file, has_adapter, unchanged_on_error
 from .saving import save_whole
 from .source import HUB, current_load, folder_of, loading_from, read_whole
 from .tasks import copies_once, make_for_task
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _MARK = "_depth_route_wrapped"
 # What else `print_trainable_parameters` says of a model: a line each, or None if there is nothing
@@ -75,7 +78,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         return
 
     @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> Any:
         return around(original, *args, **kwargs)
 
     setattr(wrapped, _MARK, True)
@@ -195,7 +198,11 @@ def _load_natively(
 
 
 def _loaded(
-    read: Callable[[], Any], model: Any, adapter_name: str, source: Any, hub: Mapping[str, Any]
+    read: Callable[[], object],
+    model: nn.Module,
+    adapter_name: str,
+    source: object,
+    hub: Mapping[str, object],
 ) -> Any:
     """`read()`, which loads adapter `adapter_name` onto `model`;
     it is read again where it has been saved meanwhile."""
@@ -208,7 +215,7 @@ def _loaded(
 
 
 def _check_reload(
-    source: Any, config: DepthRouteConfig, base: Any, hub: Mapping[str, Any]
+    source: Any, config: DepthRouteConfig, base: nn.Module, hub: Mapping[str, Any]
 ) -> str | None:
     """The hash of the weights of the adapter in `source`, which is the one in the model,
     of another moment."""
@@ -258,7 +265,9 @@ def _torch_load(read: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _kept_where_it_is(model: Any, source: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _kept_where_it_is(
+    model: nn.Module, source: object, kwargs: Mapping[str, object]
+) -> Iterator[None]:
     """Hide how `model` is spread over devices, CPU and disk if the adapter that PEFT loads onto it
     is a routed one.
 
@@ -289,7 +298,7 @@ def _is_routed(source: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
+def _undone(model: nn.Module, source: object, adapter_name: str) -> Iterator[None]:
     """Take a routed adapter out again that was not there before and whose weights
     could not be read."""
     before = has_adapter(model, adapter_name)
@@ -314,7 +323,7 @@ def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
         raise
 
 
-def _copied_by_routed(model: Any) -> list[str] | None:
+def _copied_by_routed(model: nn.Module) -> list[str] | None:
     """`modules_to_save` of a routed adapter of the model; None if there are none."""
     stack = routed_stack(model)
     if stack is None:

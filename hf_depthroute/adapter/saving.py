@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError
 
@@ -41,6 +41,9 @@ from .files import (
 )
 from .source import alone_in, finish
 
+if TYPE_CHECKING:
+    from torch import nn
+
 # What else goes into a folder: each is called with the model, the folder in which its adapters are
 # staged, and theirs. Nothing here knows what that may be; the model card adds itself.
 after_saving: list[Callable[[Any, Path, Path], None]] = []
@@ -62,8 +65,8 @@ def save_whole(
     model: Any,
     save_directory: str | os.PathLike[str],
     safe_serialization: bool = True,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     """`PeftModel.save_pretrained`, here `save`, that stages the files of a model with a
     depth-routed adapter.
@@ -96,7 +99,7 @@ def save_whole(
             add(model, stage, folder)
 
 
-def _warn_of_thresholds(model: Any) -> None:
+def _warn_of_thresholds(model: nn.Module) -> None:
     """Warn if an adapter is about to be saved whose gates train and whose thresholds
     were never fitted."""
     for routing in routings_of(model):

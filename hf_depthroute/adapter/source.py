@@ -30,6 +30,8 @@ from .files import (
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..config.adapter import DepthRouteConfig
 
 Found = TypeVar("Found")
@@ -59,7 +61,7 @@ _LOADING: ContextVar[Loading | None] = ContextVar("_LOADING", default=None)
 
 @contextmanager
 def loading_from(
-    model: Any, adapter_name: str, source: Any, kwargs: Mapping[str, Any]
+    model: nn.Module, adapter_name: str, source: object, kwargs: Mapping[str, object]
 ) -> Iterator[None]:
     """Inside the block, an adapter is being read from files."""
     hub = {name: kwargs[name] for name in HUB if kwargs.get(name) is not None}

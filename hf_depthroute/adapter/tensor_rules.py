@@ -91,7 +91,7 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
 
 
 def _fault_of_memory(
-    header: Mapping[str, Entry], config: Mapping[str, Any], routed: set[Any] | None
+    header: Mapping[str, Entry], config: Mapping[str, object], routed: set[object] | None
 ) -> str | None:
     """Why the tables of n-grams are not those that the configuration has room made for."""
     wanted = [config.get("memory_slots"), config.get("memory_width")]

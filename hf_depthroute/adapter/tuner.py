@@ -51,7 +51,7 @@ def get_depth_routed_model(
     model: nn.Module,
     config: DepthRouteConfig | None = None,
     adapter_name: str = "default",
-    **kwargs: Any,
+    **kwargs: object,
 ) -> PeftModel:
     """Inject routers and cheap branches into `model`; only they train.
 
@@ -108,7 +108,7 @@ class DepthRouteModel(BaseTuner):
         self.__dict__["peft_config"] = self.peft_config
 
     def inject_adapter(
-        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+        self, model: nn.Module, adapter_name: str, *args: object, **kwargs: object
     ) -> None:
         """Add adapter `adapter_name`. All checks come first; when one fails, `model` is untouched.
 
@@ -223,7 +223,7 @@ class DepthRouteModel(BaseTuner):
         )
         RoutedStack(family, stack.decoder, routed, state).keep()
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> Any:
         """`generate` of the base model.
 
         With a draft view as `assistant_model`, the model verifies at full depth.
@@ -269,18 +269,18 @@ class DepthRouteModel(BaseTuner):
             return cast(nn.Module, self.model)
         return cast(nn.Module, super()._unload_and_optionally_merge(merge=False))
 
-    def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
+    def merge_and_unload(self, *args: object, **kwargs: object) -> nn.Module:
         raise ValueError(
             "a depth-routed adapter cannot be merged: routing depends on the input. "
             "Use unload() to get the base model back"
         )
 
-    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+    def merge_adapter(self, *args: object, **kwargs: object) -> None:
         self.merge_and_unload()
 
     @classmethod
     def _get_adapter_state_dict(  # type: ignore[override]
-        cls, *, adapter_name: str, state_dict: dict[str, torch.Tensor], **kwargs: Any
+        cls, *, adapter_name: str, state_dict: dict[str, torch.Tensor], **kwargs: object
     ) -> dict[str, torch.Tensor]:
         """This adapter's tensors only, not those of other PEFT methods on the same model."""
         return own_tensors(state_dict, adapter_name)
@@ -310,7 +310,7 @@ class DepthRouteModel(BaseTuner):
         """
         return match_tensors(model, config, adapter_name, state_dict)
 
-    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+    def _create_and_replace(self, *args: object, **kwargs: object) -> None:
         raise RuntimeError("depth-routed adapters are injected by inject_adapter")
 
 

@@ -22,13 +22,13 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
-def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+def of_this_thread(hook: Callable[..., object]) -> Callable[..., Any]:
     """`hook`, for forward passes of the calling thread only:
     other threads may run the same modules meanwhile."""
     own = threading.get_ident()
 
     @functools.wraps(hook)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> Any:
         # A compiler traces passes of the thread that compiles, and does not know thread numbers.
         if torch.compiler.is_compiling() or threading.get_ident() == own:
             return hook(*args, **kwargs)

@@ -53,7 +53,7 @@ def total(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def each_of_all(value: Any) -> list[Any]:
+def each_of_all(value: object) -> list[Any]:
     """The values of all processes."""
     if not _shares():
         return [value]

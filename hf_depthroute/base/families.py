@@ -262,7 +262,7 @@ REFUSED: tuple[tuple[str | None, str, str], ...] = (
 )
 
 
-def row_of(config: Any) -> Family:
+def row_of(config: object) -> Family:
     """The row of the family table for a transformers configuration, as its variant has it.
 
     Raises:
@@ -288,14 +288,14 @@ def row_of(config: Any) -> Family:
     return row
 
 
-def field_of(config: Any, name: str) -> Any:
+def field_of(config: object, name: str) -> Any:
     """A field of a configuration, which may be a dictionary; None if it has none of that name."""
     if isinstance(config, dict):
         return config.get(name)
     return getattr(config, name, None)
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: object) -> Any:
     """The part of a configuration that describes the language model; all of it,
     but for models of images and text."""
     if isinstance(config, dict):

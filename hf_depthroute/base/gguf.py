@@ -11,7 +11,7 @@ import transformers
 from .families import field_of
 
 
-def gguf_file_of(config: Any) -> str | None:
+def gguf_file_of(config: object) -> str | None:
     """The name of the GGUF file that a model of this configuration was loaded from;
     None for other models."""
     quantised = field_of(config, "quantization_config")

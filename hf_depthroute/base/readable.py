@@ -54,7 +54,7 @@ def any_watched(parent: nn.Module, names: Iterable[str]) -> bool:
     return any(is_watched(getattr(parent, name)) for name in names)
 
 
-def is_whole(weight: Any) -> bool:
+def is_whole(weight: object) -> bool:
     """Whether a parameter is plain numbers of its shape: not quantised,
     split over processes or on disk."""
     return type(weight) is nn.Parameter and not weight.is_meta and not hasattr(weight, "ds_id")

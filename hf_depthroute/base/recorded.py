@@ -8,7 +8,7 @@ those, or nothing. Falcon has no such hooks: its layers return their attention w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -29,7 +29,7 @@ _kept: ContextVar[list[torch.Tensor | None] | None] = ContextVar(
 )
 
 
-def records_attention(kwargs: dict[str, Any]) -> bool:
+def records_attention(kwargs: Mapping[str, object]) -> bool:
     """Whether attention weights are wanted of a layer that is called with `kwargs`."""
     return bool(kwargs.get("output_attentions")) or is_recorded(ATTENTIONS)
 
@@ -60,7 +60,7 @@ def kept_weights(attention: nn.Module) -> Iterator[list[torch.Tensor | None]]:
     kept: list[torch.Tensor | None] = []
     token = _kept.set(kept)
 
-    def keep(module: nn.Module, args: Any, out: tuple[Any, ...]) -> None:
+    def keep(module: nn.Module, args: object, out: tuple[Any, ...]) -> None:
         if _kept.get() is kept:
             kept[:] = [out[1]]
 

@@ -16,7 +16,7 @@ from .families import Family
 Kwargs = dict[str, Any]
 
 
-def norm_of(layer: Any, family: Family, part: str) -> Any:
+def norm_of(layer: torch.nn.Module, family: Family, part: str) -> Any:
     """The norm before `part`, `"attention"` or `"ffn"`; where there is none,
     a map that changes nothing."""
     if part == "ffn":
@@ -29,14 +29,14 @@ def norm_of(layer: Any, family: Family, part: str) -> Any:
 
 
 def attention_update(
-    layer: Any, family: Family, normed: torch.Tensor, kwargs: Kwargs
+    layer: torch.nn.Module, family: Family, normed: torch.Tensor, kwargs: Kwargs
 ) -> torch.Tensor:
     """The attention's update of the stream, `[B, T, d]`, from its normed input."""
     return behind(layer, family, "attention", getattr(layer, family.attention)(normed, **kwargs)[0])
 
 
 def attended(
-    layer: Any, family: Family, target: torch.Tensor, read: torch.Tensor, kwargs: Kwargs
+    layer: torch.nn.Module, family: Family, target: torch.Tensor, read: torch.Tensor, kwargs: Kwargs
 ) -> torch.Tensor:
     """`target` and the attention's update from the stream `read`, `[B, T, d]`."""
     return target + attention_update(
@@ -44,7 +44,7 @@ def attended(
     )
 
 
-def ffn_map(layer: Any, family: Family) -> Any:
+def ffn_map(layer: torch.nn.Module, family: Family) -> Any:
     """From what the FFN reads to what it adds to the stream: `[..., n, d] -> [..., n, d]`."""
     ffn = getattr(layer, family.ffn)
     if (
@@ -56,7 +56,7 @@ def ffn_map(layer: Any, family: Family) -> Any:
     return lambda x: behind(layer, family, "ffn", ffn(x))
 
 
-def router_of(layer: Any, family: Family) -> Any:
+def router_of(layer: torch.nn.Module, family: Family) -> Any:
     """The router of a layer's experts, `[N, d] -> (logits [N, E], weights, chosen)`;
     None if the layer has none."""
     ffn = getattr(layer, family.ffn)
@@ -65,7 +65,7 @@ def router_of(layer: Any, family: Family) -> Any:
     return None
 
 
-def behind(layer: Any, family: Family, part: str, update: torch.Tensor) -> torch.Tensor:
+def behind(layer: torch.nn.Module, family: Family, part: str, update: torch.Tensor) -> torch.Tensor:
     """A sublayer's output as it is added to the stream: normed, dropped out, scaled,
     whichever its family does."""
     names = (family.attention_post_norm, family.attention_dropout)
@@ -79,7 +79,7 @@ def behind(layer: Any, family: Family, part: str, update: torch.Tensor) -> torch
     return update * getattr(layer, family.residual_scale)
 
 
-def template_norm(layer: Any, family: Family, part: str) -> tuple[Any, bool]:
+def template_norm(layer: torch.nn.Module, family: Family, part: str) -> tuple[Any, bool]:
     """A norm of the kind that a branch in place of `part` starts with,
     and whether its values mean the same there.
 
@@ -100,7 +100,7 @@ def template_norm(layer: Any, family: Family, part: str) -> tuple[Any, bool]:
     return getattr(layer, back), False
 
 
-def width_of(layer: Any, family: Family) -> int:
+def width_of(layer: torch.nn.Module, family: Family) -> int:
     """`d`, read from a norm of the layer; OLMo's have no weights."""
     norm, _ = template_norm(layer, family, "ffn")
     weight = getattr(norm, "weight", None)

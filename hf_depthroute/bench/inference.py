@@ -1,7 +1,7 @@
 """Measured time of a routed model against its dense base, in prefill and in decode.
 
-    eta = (T_dense - T_routed) / (T_dense - T_ideal),   T_ideal = T_dense * FLOPs_routed /
-    FLOPs_dense
+    eta = (T_dense - T_routed) / (T_dense - T_ideal)
+    T_ideal = T_dense * FLOPs_routed / FLOPs_dense
 
 `eta` is 1 when every skipped FLOP shows on the clock. `T_dense` is the fastest of the modes
 measured, and so is `T_routed`. All variants share one set of weights, one process and the same
@@ -36,7 +36,7 @@ def measure_inference(
     variants: Variants,
     case: Case,
     input_ids: torch.Tensor,
-    also: Callable[[dict[str, Any], Times, Shares], None] | None = None,
+    also: Callable[[dict[str, object], Times, Shares], None] | None = None,
 ) -> dict[str, Any]:
     """Time every variant in every mode.
 

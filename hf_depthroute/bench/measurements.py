@@ -55,7 +55,7 @@ def measurements(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def as_single(result: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+def as_single(result: Mapping[str, Any], sizes: Mapping[str, object]) -> dict[str, Any]:
     """The measurements of one model, one of each case, in the form of `bench`.
 
     Args:

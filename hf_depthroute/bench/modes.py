@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache, StaticCache
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 MODES = ("eager", "static", "compiled")
 _CHUNK = 8192  # tokens of one call that fills a cache: what a call holds in between stays small
@@ -86,7 +89,7 @@ def new_cache(model: Any, mode: str, length: int) -> Any:
 
 
 @torch.no_grad()
-def fill_cache(model: nn.Module, cache: Any, input_ids: torch.Tensor) -> None:
+def fill_cache(model: nn.Module, cache: Cache | None, input_ids: torch.Tensor) -> None:
     """Run the prompt `[B, T]` into `cache`, some tokens at a time."""
     for part in input_ids.split(max(1, _CHUNK // len(input_ids)), dim=1):
         model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -13,7 +13,7 @@ Makers = dict[Callable[[Mapping[str, Any]], Iterator[Row]], tuple[str, ...]]
 _PLAIN = {"", "eager / eager"}
 
 
-def tables(result: Mapping[str, Any], others: Makers | None = None) -> list[list[Row]]:
+def tables(result: Mapping[str, object], others: Makers | None = None) -> list[list[Row]]:
     """The rows of a table per kind of case that the result has;
     `others` make the rows of more kinds."""
     found = [m for m in measurements(result) if "error" not in m]
@@ -75,6 +75,6 @@ def _overheads(m: Mapping[str, Any]) -> Iterator[Row]:
         yield {"case": short_label(m), **over}
 
 
-def with_error(row: Mapping[str, Any]) -> str:
+def with_error(row: Mapping[str, object]) -> str:
     error = row.get("ratio_error")
     return f"{row['ratio']:.3f}" + ("" if error is None else f" ± {error:.3f}")

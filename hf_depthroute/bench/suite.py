@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,7 @@ def new_result(name: str, device: torch.device) -> Result:
 def run_case(
     case: Case,
     label: str,
-    setting: dict[str, Any],
+    setting: Mapping[str, object],
     measure: Callable[[Any], Result],
     progress: Callable[[str], None] | None = None,
 ) -> Result:
@@ -158,7 +158,7 @@ def tokens_of(case: Case, given: Given) -> torch.Tensor:
     return ids
 
 
-def setting_of(model: Any) -> dict[str, Any]:
+def setting_of(model: nn.Module) -> dict[str, Any]:
     """A description of a routed model: its routed layers, its size and its dtype."""
     routings = active_routings(model)
     config = routings[0].active_config()

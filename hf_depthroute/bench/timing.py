@@ -42,7 +42,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     """Wall time of one run, with everything that the device has to do for it."""
     synchronise(device)
     start = time.perf_counter()

@@ -50,7 +50,7 @@ def code(value: object) -> Safe:
     return Safe(f"{fence}{space}{text}{space}{fence}")
 
 
-def escape(value: Any) -> Any:
+def escape(value: object) -> Any:
     """Output filter for Jinja: numbers and `Safe` pass unchanged,
     other text is escaped for Markdown and HTML."""
     if isinstance(value, Safe) or not isinstance(value, str):

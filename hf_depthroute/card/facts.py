@@ -73,7 +73,7 @@ class Facts:
 
 
 def read_facts(
-    folder: Path, adapter_name: str | None = None, training: Mapping[str, Any] | None = None
+    folder: Path, adapter_name: str | None = None, training: Mapping[str, object] | None = None
 ) -> Facts:
     """The facts of the routed adapter in `folder`, or in a folder in it that is
     named as an adapter.
@@ -202,7 +202,7 @@ def read_training(folder: Path) -> dict[str, Any]:
     return content
 
 
-def understood(record: Mapping[str, Any]) -> dict[str, Any]:
+def understood(record: Mapping[str, object]) -> dict[str, Any]:
     """The valid fields of a training record; fields of another type are left out,
     with a warning."""
     kept = {
@@ -218,12 +218,12 @@ def understood(record: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether `value` is a number that a table can show."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18
 
 
-def _by_layer(value: Any) -> bool:
+def _by_layer(value: object) -> bool:
     return isinstance(value, Mapping) and all(
         str(layer).isdecimal() and len(str(layer)) < 7 and is_number(figure)
         for layer, figure in value.items()
@@ -236,7 +236,7 @@ _FIT_FIGURES = {  # of `LayerFit`, and of a fit of prompts, `StaticFit`
 }
 
 
-def _is_evaluation(value: Any) -> bool:
+def _is_evaluation(value: object) -> bool:
     try:
         # A training without held-out text has no rows.
         return value == [] or bool(read_losses({"rows": value}))

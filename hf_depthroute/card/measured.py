@@ -96,7 +96,9 @@ class Results:
     benches: list[tuple[dict[str, Any], list[Speed]]] = field(default_factory=list)
 
 
-def read_results(sources: Iterable[Any], weights_hash: str | None, phases: str = "all") -> Results:
+def read_results(
+    sources: Iterable[object], weights_hash: str | None, phases: str = "all"
+) -> Results:
     """Read results of one adapter.
 
     Args:
@@ -216,7 +218,7 @@ def _scores(runs: Mapping[str, Mapping[str, Any]], phases: str) -> Iterator[Scor
             )
 
 
-def _said(measured: Any, phases: str) -> str | None:
+def _said(measured: object, phases: str) -> str | None:
     """The phases of a result, where they or the adapter's are not all."""
     if measured is None or measured == phases == "all":
         return None
@@ -266,7 +268,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _plain(source: Any) -> dict[str, Any]:
+def _plain(source: object) -> dict[str, Any]:
     """The form of the files, of what the functions return."""
     if isinstance(source, Mapping):
         return dict(source)
@@ -287,13 +289,13 @@ def _plain(source: Any) -> dict[str, Any]:
     )
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ResultError(f"{str(value)[:40]!r} is not a number")
     return float(value)
 
 
-def _optional(value: Any) -> float | None:
+def _optional(value: object) -> float | None:
     """None for what is not known, which lm-eval writes as "N/A" and a quotient by zero as NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None

@@ -148,7 +148,7 @@ def make_card(
     return Card(metadata, text, found.scores)
 
 
-def write_card(folder: str | Path, results: Sequence[Any] = (), **arguments: Any) -> Path:
+def write_card(folder: str | Path, results: Sequence[object] = (), **arguments: object) -> Path:
     """Write `README.md` in an adapter's folder; the arguments and errors are those of `make_card`.
 
     Scores on benchmarks of the Hub go into files of their own,
@@ -209,7 +209,7 @@ def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _machine_words(machine: Mapping[str, Any]) -> Safe:
+def _machine_words(machine: Mapping[str, object]) -> Safe:
     known = {name: machine[name] for name in _MACHINE if machine.get(name) is not None}
     return Safe(
         ", ".join(
@@ -219,7 +219,7 @@ def _machine_words(machine: Mapping[str, Any]) -> Safe:
     )
 
 
-def _last_entry(log: Sequence[Mapping[str, Any]], name: str) -> Safe | None:
+def _last_entry(log: Sequence[Mapping[str, object]], name: str) -> Safe | None:
     """The last log entry with this loss, as `step 50: loss 1.2, ...`."""
     entry = next((entry for entry in reversed(log) if is_number(entry.get(name))), None)
     if entry is None:

@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
 
@@ -22,6 +22,9 @@ from .metadata import OURS
 from .page import make_card, routed_name, write_card
 from .push import push_folder
 from .readme import shows_results
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def install() -> None:
@@ -93,7 +96,7 @@ def _push_to_hub(
         )
 
 
-def save_card(model: Any, stage: Path, folder: Path) -> None:
+def save_card(model: nn.Module, stage: Path, folder: Path) -> None:
     """Write the card of what was just saved.
 
     Without one, for whatever reason, there is a warning, and no error.

@@ -74,7 +74,7 @@ def read_bench(path: Path) -> dict[str, Any]:
 
 
 def check_origin(
-    source: str, result: Mapping[str, Any], weights_hash: str | None, any_base: bool
+    source: str, result: Mapping[str, object], weights_hash: str | None, any_base: bool
 ) -> None:
     """Refuse a result that says it is of other weights, or on another base."""
     if weights_hash is not None and result.get("weights_hash") not in (None, weights_hash):

@@ -159,7 +159,7 @@ def generate(options: GenerateOptions) -> None:
     say(report, sys.stderr)
 
 
-def _full_ratio(routed: Any, ids: torch.Tensor, prompt: int) -> float:
+def _full_ratio(routed: torch.nn.Module, ids: torch.Tensor, prompt: int) -> float:
     """The share that ran full, seen in passes of its own: counting takes time,
     which decoding is measured without."""
     from ..evaluation.served import read_generated

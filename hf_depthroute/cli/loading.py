@@ -25,6 +25,7 @@ from .gguf import find_gguf_file
 if TYPE_CHECKING:
     import torch
     from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from ..config.adapter import DepthRouteConfig
     from .options import AdapterOptions
@@ -154,7 +155,7 @@ def check_dtype(dtype: str, allowed: tuple[str, ...]) -> None:
         raise CliError(f"--dtype {dtype}: use one of: {', '.join(allowed)}")
 
 
-def check_length(length: int, config: Any, option: str = "--length") -> None:
+def check_length(length: int, config: PreTrainedConfig, option: str = "--length") -> None:
     """Refuse more positions than the model has: some families crash there,
     others only get worse."""
     positions = getattr(config, "max_position_embeddings", None)
@@ -222,7 +223,9 @@ class Source:
             )
         return tokenizer
 
-    def batches(self, tokenizer: Any, split: str, blocks: int) -> list[dict[str, torch.Tensor]]:
+    def batches(
+        self, tokenizer: PreTrainedTokenizerBase, split: str, blocks: int
+    ) -> list[dict[str, torch.Tensor]]:
         """Up to `blocks` blocks of a split of the text."""
         return to_batches(
             read_blocks(self.options, tokenizer, split), self.options.batch_size, blocks
@@ -246,7 +249,7 @@ class Source:
                 base = load_dequantised(load, self.base, self.gguf_file, **how)
         return base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
-    def routed(self, base: Any, is_trainable: bool = False) -> PeftModel:
+    def routed(self, base: torch.nn.Module, is_trainable: bool = False) -> PeftModel:
         """`base` with the adapter on it, in eval mode."""
         import peft
 

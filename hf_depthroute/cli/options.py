@@ -59,7 +59,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def _as_typed(path: Path, key: str, value: Any, option: Any) -> Any:
+def _as_typed(path: Path, key: str, value: object, option: object) -> Any:
     """A YAML file's values as command-line arguments, so that both are checked alike."""
     flag = bool(getattr(option, "is_flag", False))
     if flag != isinstance(value, bool):
@@ -110,7 +110,7 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
             )
         )
 
-    def call(**values: Any) -> None:
+    def call(**values: object) -> None:
         for name, value in values.items():  # a range lets NaN pass
             if isinstance(value, float) and not math.isfinite(value):
                 raise CliError(f"--{option_name(name)} {value}: must be a finite number")
@@ -121,7 +121,7 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     return call
 
 
-def _annotation(field: Field[Any], kind: Any) -> Any:
+def _annotation(field: Field[object], kind: Any) -> Any:
     text = field.metadata.get("help")
     if get_origin(kind) is Annotated and isinstance(kind.__metadata__[0], str):
         kind, text = get_args(kind)

@@ -126,7 +126,7 @@ ResultFile = Annotated[
 ]
 
 
-def write_result(path: Path | None, content: Any) -> bool:
+def write_result(path: Path | None, content: object) -> bool:
     """Write what a command measured as JSON to its `--out`, if given; True if that is stdout,
     for nothing else then."""
     if path is None:

@@ -18,6 +18,8 @@ from .errors import CliError
 from .output import short_name, write_text
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from .loading import Source
 
 _TIMED_BLOCKS = 4  # sequences of the prefill that is timed, as in bench
@@ -236,7 +238,10 @@ def _check_rows(
 
 
 def _samples(
-    given: ReportOptions, tokenizer: Any, batches: list[dict[str, Any]], base_config: Any
+    given: ReportOptions,
+    tokenizer: Any,
+    batches: list[dict[str, Any]],
+    base_config: PreTrainedConfig,
 ) -> list[Any]:
     from ..report.collect import Sample
     from . import loading
@@ -320,5 +325,5 @@ def _facts(
     ]
 
 
-def _text(dataset: Any, split: Any, blocks: Any, length: Any) -> str:
+def _text(dataset: object, split: object, blocks: object, length: object) -> str:
     return f"{short_name(str(dataset))}, split {split}, {blocks} blocks of {length} tokens"

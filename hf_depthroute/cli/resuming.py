@@ -57,7 +57,7 @@ def checkpoint_to_resume(out: Path) -> Path | None:
 
 
 def check_same_run(
-    checkpoint: Path, config: DepthRouteConfig, arguments: Mapping[str, Any]
+    checkpoint: Path, config: DepthRouteConfig, arguments: Mapping[str, object]
 ) -> None:
     """Refuse a checkpoint of another adapter than `config` describes,
     or of a run with other options.

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..adapter.saving import SaveWarning, staged_save
 from ..files import staged
@@ -19,8 +19,14 @@ from . import loading
 from .errors import RESOURCES, CliError
 from .output import noted
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
-def save_adapter(out: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
+
+def save_adapter(
+    out: Path, model: Any, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any]
+) -> None:
     """The adapter with its card, the tokenizer and training.json, into `out`;
     a run's checkpoints there are removed.
 
@@ -62,7 +68,7 @@ def _at_best(folder: Path, what: str) -> Iterator[None]:
         say(f"note: {what} was not written: {reason(error)}", file=sys.stderr)
 
 
-def bytes_needed(model: Any, tokenizer: Any, checkpoints: bool) -> int:
+def bytes_needed(model: nn.Module, tokenizer: PreTrainedTokenizerBase, checkpoints: bool) -> int:
     """About what a run writes: the adapter and the tokenizer,
     and up to three checkpoints with two Adam moments."""
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -123,7 +123,7 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
             self.model = model
             self.gone = gone
 
-        def stop(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        def stop(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
             return torch.full(input_ids.shape[:1], self.gone.is_set(), device=input_ids.device)
 
         def generate(self, **arguments: Any) -> Any:
@@ -137,7 +137,12 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
         """Both managers' streamed generation, of a request that is within the limits."""
 
         def generate_streaming(
-            self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
+            self,
+            model: torch.nn.Module,
+            processor: object,
+            inputs: object,
+            gen_config: object,
+            **rest: object,
         ) -> Any:
             check_generation(inputs, gen_config, limits)
             manager: Any = super()

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TEXTS = ("prompt", "instructions", "input", "messages", "tools")
 _CHARACTERS_OF_A_TOKEN = 16  # on average; text has 4 to 5, indented code up to 8
@@ -17,7 +20,9 @@ _SHORT = 4096  # characters that take no time
 _PIECE = 8192  # characters
 
 
-def fault_of_prompt(content: Mapping[str, Any], most: int, tokenizer: Any) -> str | None:
+def fault_of_prompt(
+    content: Mapping[str, object], most: int, tokenizer: PreTrainedTokenizerBase
+) -> str | None:
     """Why the prompt of a request is refused; None if it may be within the limit,
     which the handler checks exactly.
 
@@ -45,7 +50,7 @@ def fault_of_prompt(content: Mapping[str, Any], most: int, tokenizer: Any) -> st
     return None
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     """The texts of a prompt, a chat or its tools; names of fields are not the model's to read."""
     if isinstance(value, str):
         yield value

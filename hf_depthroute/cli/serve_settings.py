@@ -133,7 +133,7 @@ class RequestSettings(BaseModel):
 
 
 def wrong_settings(
-    content: Mapping[str, Any], output_tokens: int, path: str = _BIASES
+    content: Mapping[str, object], output_tokens: int, path: str = _BIASES
 ) -> str | None:
     """Why what a request's body says about its generation is refused; None if it is not.
 

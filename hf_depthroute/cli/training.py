@@ -7,7 +7,7 @@ import copy
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,8 @@ from .resuming import ARGUMENTS, check_same_run, checkpoint_to_resume
 from .saving import bytes_needed, save_adapter
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from .train import TrainOptions
 
 _BUDGET_BLOCKS = 16  # that the thresholds of budgets other than the adapter's are found on
@@ -153,7 +155,7 @@ def _prepared(options: TrainOptions) -> Run:
 
 
 def _new_or_saved_config(
-    options: TrainOptions, given: set[str], preset: dict[str, Any]
+    options: TrainOptions, given: set[str], preset: Mapping[str, object]
 ) -> DepthRouteConfig:
     """The configuration that the options and the preset describe,
     or that of the adapter that ADAPTER names."""
@@ -264,7 +266,9 @@ def hold_out(packed: Any, share: float, most: int) -> tuple[Any, Any]:
     return packed.select(range(length - count)), packed.select(range(length - count, length))
 
 
-def _packed_text(options: TrainOptions, tokenizer: Any) -> tuple[Any, list[Any] | None, int]:
+def _packed_text(
+    options: TrainOptions, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Any, list[Any] | None, int]:
     """`Run.blocks`, `Run.validation` (from another text, or a part of the same that is held out),
     `Run.held_out`."""
     most = options.validation_blocks
@@ -292,7 +296,7 @@ def _packed_text(options: TrainOptions, tokenizer: Any) -> tuple[Any, list[Any] 
     return packed, loading.to_batches(blocks, options.batch_size, most), held_out
 
 
-def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
+def _fitted(run: Run, base: torch.nn.Module, checkpoint: Path | None) -> Any:
     """The model that `fit_router` makes of `base`; where there is a checkpoint of it,
     with the layers of that."""
     config = run.source.config
@@ -387,8 +391,8 @@ def _arguments_of(run: Run) -> dict[str, Any]:
 
 def _record_of(
     run: Run,
-    model: Any,
-    log_history: list[dict[str, Any]],
+    model: torch.nn.Module,
+    log_history: list[dict[str, object]],
     full_ratio: dict[int, float],
     rows: Sequence[BudgetRow],
 ) -> dict[str, Any]:

@@ -21,7 +21,7 @@ PROMPT_SHARE = 2 / 3  # of a row that stands for a prompt and the text behind it
 _NOT_TEXT = ("pixel_values", "image_", "video_", "input_features", "audio_")
 
 
-def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str, torch.Tensor]]:
+def model_inputs(model: nn.Module, batches: Iterable[object]) -> Iterator[dict[str, torch.Tensor]]:
     """The model inputs of each batch (`INPUTS`, without labels), on the model's device.
 
     Args:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..files.shown import reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class PromptError(ValueError):
@@ -40,6 +43,6 @@ def encode_prompt(tokenizer: Any, prompt: str, chat_template: bool = True) -> li
     return list(encoded["input_ids"])
 
 
-def has_chat_template(tokenizer: Any) -> bool:
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether `encode_prompt` has a template to put a prompt into."""
     return bool(getattr(tokenizer, "chat_template", None))

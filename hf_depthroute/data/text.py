@@ -19,6 +19,7 @@ from ..files.shown import OneLine, reason
 
 if TYPE_CHECKING:
     import datasets
+    from transformers import PreTrainedTokenizerBase
 
 PYTHON_STDLIB = "python-stdlib"
 
@@ -162,7 +163,7 @@ def load_text(
 
 def pack(
     dataset: datasets.Dataset | datasets.IterableDataset,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     length: int,
     *,
     verbose: bool = False,
@@ -187,7 +188,7 @@ def pack(
     if tokenizer.eos_token_id is not None:
         end = [tokenizer.eos_token_id]
 
-    def to_blocks(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
+    def to_blocks(batch: dict[str, list[object]]) -> dict[str, list[list[int]]]:
         texts = [text for text in batch["text"] if text]
         for text in texts:
             if not isinstance(text, str):

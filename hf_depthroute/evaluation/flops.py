@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from ..parts.gate import Gate
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
 from ..routing.routing import ROUTING, Routing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 PARTS = ("attention projections", "attention core", "ffn", "router", "head")
 
@@ -50,7 +53,10 @@ class Matrix:
 
 
 def matrices(
-    layer: Any, config: Any, family: Family | None = None, routing: Routing | None = None
+    layer: nn.Module,
+    config: PreTrainedConfig,
+    family: Family | None = None,
+    routing: Routing | None = None,
 ) -> list[Matrix]:
     """The weights of a decoder layer, or of any module, without those of its router;
     norms do not count.
@@ -80,7 +86,7 @@ def matrices(
     return found
 
 
-def _left_out(layer: Any, config: Any, routing: Routing) -> dict[str, float]:
+def _left_out(layer: nn.Module, config: PreTrainedConfig, routing: Routing) -> dict[str, float]:
     """By the name of a child, how much of it the cheap path leaves out."""
     family = routing.family
     target = routing.active_target()
@@ -98,7 +104,7 @@ def _left_out(layer: Any, config: Any, routing: Routing) -> dict[str, float]:
     return parts
 
 
-def skips_sequences(routing: Routing, config: Any) -> bool:
+def skips_sequences(routing: Routing, config: PreTrainedConfig) -> bool:
     """Whether a skipped attention leaves its keys and values out of the KV cache that
     `generate` makes.
 
@@ -132,7 +138,7 @@ def in_full(routing: Routing, length: int) -> float:
     return 0.0
 
 
-def skips_attention(routing: Routing, config: Any) -> bool:
+def skips_attention(routing: Routing, config: PreTrainedConfig) -> bool:
     """Whether the cheap path saves the attention: per token only where the family's
     projections are known."""
     target = routing.active_target()
@@ -156,7 +162,7 @@ def gate_weights(routing: Routing, length: int) -> float:
     return weights
 
 
-def branch_weights(routing: Routing, config: Any) -> float:
+def branch_weights(routing: Routing, config: PreTrainedConfig) -> float:
     """Weights of the cheap branch, its memory's included; `config` is the base model's."""
     name = routing.active_name()
     recalls = routing.active_config().branch == "memory"
@@ -185,7 +191,7 @@ def _memory_weights(routing: Routing) -> float:
     return float(cast(NgramMemory, routing.depth_route_memory[name]).weights_per_token())
 
 
-def attention_sizes(config: Any) -> tuple[float, int]:
+def attention_sizes(config: PreTrainedConfig) -> tuple[float, int]:
     """FLOPs of one query and one key (both products, all heads) in an attention layer,
     and values cached per token.
 
@@ -208,7 +214,7 @@ def attention_sizes(config: Any) -> tuple[float, int]:
     return 4.0 * heads * head_dim, 2 * kv_heads * head_dim
 
 
-def windows_of(config: Any, seen: int) -> list[int]:
+def windows_of(config: PreTrainedConfig, seen: int) -> list[int]:
     """By layer, how many keys a query meets at most after `seen` tokens: all,
     or those of a sliding window."""
     return [

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lm_eval
 import torch
@@ -31,6 +31,9 @@ from ..routing.stack import state_of
 from ..routing.trace import RouteCounter
 from .harness_scores import read_scores
 from .served import read_generated, served_scores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @register_model("depthroute")
@@ -121,11 +124,11 @@ class DepthRouteLM(HFLM):
         self.seconds += time.perf_counter() - start
         return scored
 
-    def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _model_call(self, *args: object, **kwargs: object) -> torch.Tensor:
         with self._counting():
             return self._timed(lambda: super(DepthRouteLM, self)._model_call(*args, **kwargs))
 
-    def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _model_generate(self, context: torch.Tensor, *args: object, **kwargs: Any) -> Any:
         ids = self._timed(
             lambda: super(DepthRouteLM, self)._model_generate(context, *args, **kwargs)
         )
@@ -146,7 +149,7 @@ class DepthRouteLM(HFLM):
             return nullcontext()
         return state_of(self.model).override(recorders=(self.counter,))
 
-    def _timed(self, run: Callable[[], Any]) -> Any:
+    def _timed(self, run: Callable[[], object]) -> Any:
         start = time.perf_counter()
         result = run()
         if self.device.type == "cuda":
@@ -180,7 +183,7 @@ class TaskRun:
 
 def evaluate_tasks(
     model: Any,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[str],
     budgets: Sequence[float] = (0.25, 0.5, 0.75),
     *,

@@ -22,7 +22,9 @@ Request = tuple[Any, list[int], list[int]]
 
 
 @torch.no_grad()
-def read_generated(model: Any, ids: torch.Tensor, prompt: int, **inputs: Any) -> Iterator[Any]:
+def read_generated(
+    model: torch.nn.Module, ids: torch.Tensor, prompt: int, **inputs: object
+) -> Iterator[Any]:
     """Read `ids` `[1, T]`, whose first `prompt` tokens are the prompt, in passes;
     yields the output of each.
 
@@ -48,7 +50,7 @@ def read_generated(model: Any, ids: torch.Tensor, prompt: int, **inputs: Any) ->
 
 @torch.no_grad()
 def read_behind_prompts(
-    model: Any, batch: Mapping[str, torch.Tensor]
+    model: torch.nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> tuple[RouteTrace, torch.Tensor]:
     """Read texts whose first two thirds are a prompt (`prompts_of`),
     as `phases="prefill"` serves them.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ def chosen_flops(routing: Routing, shape: Sequence[int], budget: float) -> float
 
 
 def unrouted_steps(
-    layers: Iterable[nn.Module], inputs: Tensor, kwargs: Mapping[str, Any]
+    layers: Iterable[nn.Module], inputs: Tensor, kwargs: Mapping[str, object]
 ) -> frozenset[nn.Module] | None:
     """The layers in which routing this decoding step would take longer than it can save;
     None if there is none.
@@ -137,7 +137,7 @@ def _is_unpaid(layer: nn.Module, routing: Routing, inputs: Tensor) -> bool:
     return (1 - plan.budget) * skipped / _bytes_per_second(inputs.device) < STEP_SECONDS
 
 
-def _skipped_bytes(layer: Any, routing: Routing, plan: RoutePlan) -> int:
+def _skipped_bytes(layer: nn.Module, routing: Routing, plan: RoutePlan) -> int:
     """The weights that a skipped token leaves unread."""
     parts = {
         routing.family.ffn: plan.target.skips_ffn,

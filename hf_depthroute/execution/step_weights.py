@@ -92,7 +92,7 @@ class StepWeights:
             return False
         return self._version is not None and self._version == version_key(*self._weights)
 
-    def prepared(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> Prepared:
+    def prepared(self, dtype: torch.dtype, norm: nn.Module, folds: object) -> Prepared:
         """For a stream of `dtype` and, where `folds` is not None,
         the base's norm before gate and branch."""
         held = self._prepared  # read once: another thread may put another one there
@@ -100,7 +100,7 @@ class StepWeights:
             held = self._prepared = self._prepare(dtype, norm, folds)
         return held
 
-    def _prepare(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> Prepared:
+    def _prepare(self, dtype: torch.dtype, norm: nn.Module, folds: object) -> Prepared:
         gate = self._gate
         branch = self._branch
         recall = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from .hub import causes
 
@@ -68,7 +67,7 @@ def refused_code(error: BaseException, model: str) -> str | None:
     )
 
 
-def _references(value: Any) -> list[str]:
+def _references(value: object) -> list[str]:
     if isinstance(value, str):
         return [value]
     parts: Iterable[object] = ()

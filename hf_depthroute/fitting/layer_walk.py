@@ -101,10 +101,10 @@ def _passed_through(layers: Sequence[nn.Module]) -> Iterator[None]:
     in the form of the first one's output."""
     outputs: list[Any] = []
 
-    def note(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def note(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
         outputs[:] = [output]
 
-    def passed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def passed(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
         (first,) = outputs
         if isinstance(first, tuple):
             return hidden_states, *first[1:]

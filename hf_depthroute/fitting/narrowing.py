@@ -74,7 +74,7 @@ def layer_states(model: nn.Module) -> dict[int, dict[str, Any]]:
     }
 
 
-def restore(model: nn.Module, state: Mapping[int, dict[str, Any]]) -> None:
+def restore(model: nn.Module, state: Mapping[int, dict[str, object]]) -> None:
     """Give every layer what it held; of a layer that has become static, the gate is left out."""
     for routing in active_routings(model):
         if (held := state.get(routing.layer_index)) is not None:
@@ -99,7 +99,7 @@ def narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] 
 
 
 def _injected(
-    model: PeftModel, config: DepthRouteConfig, state: Mapping[int, dict[str, Any]]
+    model: PeftModel, config: DepthRouteConfig, state: Mapping[int, dict[str, object]]
 ) -> PeftModel:
     """The base of `model` with another configuration of the adapter, and what its layers hold."""
     routed = get_depth_routed_model(model.unload(), config)

@@ -206,7 +206,7 @@ def _options_of(
     return taken
 
 
-def _seconds(model: Any, ids: torch.Tensor) -> PassTimes:
+def _seconds(model: nn.Module, ids: torch.Tensor) -> PassTimes:
     """The faster of two passes, after one that makes what is kept."""
     found = []
     with torch.no_grad():
@@ -219,7 +219,7 @@ def _seconds(model: Any, ids: torch.Tensor) -> PassTimes:
     return min(found, key=lambda times: times.whole)
 
 
-def _pass(model: Any, ids: torch.Tensor) -> None:
+def _pass(model: nn.Module, ids: torch.Tensor) -> None:
     model(input_ids=ids, use_cache=True, logits_to_keep=1)
     _wait(ids.device)
 
@@ -229,11 +229,11 @@ def _timed(layers: list[nn.Module], device: torch.device) -> Iterator[dict[int, 
     """Inside the block, the time of each layer's last call is kept, by its index."""
     seconds: dict[int, float] = {}
 
-    def enter(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def enter(layer: nn.Module, args: tuple[object, ...]) -> None:
         _wait(device)
         seconds[layers.index(layer)] = -time.perf_counter()
 
-    def leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def leave(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
         _wait(device)
         seconds[layers.index(layer)] += time.perf_counter()
 

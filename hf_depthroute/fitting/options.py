@@ -163,7 +163,7 @@ class Search:
     def _price(
         self,
         index: int,
-        branch: Any,
+        branch: torch.nn.Module,
         gate: SinkGate,
         paths: list[tuple[RoutedCall, torch.Tensor]],
         outputs: list[torch.Tensor],
@@ -216,7 +216,7 @@ def rows_of(
     return Rows(torch.cat(x)[~sinks_N], torch.cat(update)[~sinks_N], norms_N[~sinks_N])
 
 
-def fit_on(branch: Any, rows: Rows, metric_dd: torch.Tensor | None) -> float:
+def fit_on(branch: torch.nn.Module, rows: Rows, metric_dd: torch.Tensor | None) -> float:
     """Fit a branch to what matters by the metric; the share of the update that it explains."""
     if isinstance(branch, NeuronBranch) and rows.energy is None:
         rows.energy = branch.energy(rows.x_Nd, 1 / rows.norms_N.square(), metric_dd)

@@ -51,7 +51,7 @@ _FEWEST = 512  # tokens to fit on, at least
 @restoring
 def fit_prompts(
     model: nn.Module,
-    batches: Iterable[Mapping[str, Any]] | Mapping[str, Any],
+    batches: Iterable[Mapping[str, object]] | Mapping[str, object],
     keep: float = 0.8,
     config: DepthRouteConfig | None = None,
     *,

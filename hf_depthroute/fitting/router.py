@@ -65,7 +65,7 @@ _BUDGET_TOKENS = 2048  # that they are found on
 @restoring
 def fit_router(
     model: nn.Module,
-    batches: Iterable[Mapping[str, Any]] | Mapping[str, Any],
+    batches: Iterable[Mapping[str, object]] | Mapping[str, object],
     keep: float = 0.5,
     config: DepthRouteConfig | None = None,
     *,

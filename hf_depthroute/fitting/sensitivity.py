@@ -50,13 +50,13 @@ def stream_gradients(
     """
     streams: list[torch.Tensor] = []
 
-    def enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         h = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
         if args:
             return (h, *args[1:]), kwargs
         return args, kwargs | {"hidden_states": h}
 
-    def leave(layer: Any, args: tuple[Any, ...], output: Any) -> None:
+    def leave(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
         streams.append(hidden_of(output))
 
     layers = list(stack_of(model).layers)

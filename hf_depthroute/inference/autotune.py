@@ -57,7 +57,7 @@ class Choice:
 @in_turn
 @torch.no_grad()
 def tune_execution(
-    model: Any,
+    model: nn.Module,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *,
@@ -78,8 +78,8 @@ def tune_execution(
     be run by gathered rows and by row kernels, on GPUs, it also measures from how much work on
     gathering is the faster way, for prompts of other sizes (`execution.costs.GatherCosts`).
 
-        tune_execution(model, tokenizer(prompts, return_tensors="pt",
-        padding=True).input_ids.to(model.device))
+        batch = tokenizer(prompts, return_tensors="pt", padding=True)
+        tune_execution(model, batch.input_ids.to(model.device))
 
     Args:
         model: A model with an active, calibrated adapter.
@@ -124,7 +124,7 @@ def tune_execution(
 
 
 def _choices(
-    model: Any,
+    model: nn.Module,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
     steps: int,
@@ -172,7 +172,7 @@ def _choices(
 
 
 def _gather_costs(
-    model: Any,
+    model: nn.Module,
     layers: Sequence[nn.Module],
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -203,7 +203,7 @@ def _gather_costs(
 
 
 def _supported(
-    model: Any,
+    model: nn.Module,
     layers: Sequence[nn.Module],
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -239,7 +239,7 @@ def _supported(
 
 
 def _timed(
-    model: Any,
+    model: nn.Module,
     layers: Sequence[nn.Module],
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -249,11 +249,11 @@ def _timed(
     started: dict[nn.Module, float] = {}
     seconds: list[tuple[int, float]] = []
 
-    def start(layer: nn.Module, args: Any) -> None:
+    def start(layer: nn.Module, args: object) -> None:
         _synchronise(args)
         started[layer] = time.perf_counter()
 
-    def stop(layer: Any, args: Any, output: Any) -> None:
+    def stop(layer: Any, args: object, output: object) -> None:
         _synchronise(args)
         seconds.append((layer._modules[ROUTING].layer_index, time.perf_counter() - started[layer]))
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..base.contexts import of_this_thread
@@ -110,8 +110,13 @@ class _Draft:
 
     @torch.no_grad()
     def _continue(
-        self, ids: torch.Tensor, count: int, config: Any, processors: Any, cache: Any
-    ) -> Any:
+        self,
+        ids: torch.Tensor,
+        count: int,
+        config: GenerationConfig,
+        processors: LogitsProcessorList,
+        cache: Cache | None,
+    ) -> GenerateDecoderOnlyOutput:
         """Up to `count` tokens after `ids` `[1, T]`, and for each the scores `[1, V]` that
         it was drawn from."""
         if cache is None:
@@ -152,8 +157,9 @@ def draft_view(
 ) -> Any:
     """A view of a routed model to draft with: its own modules and flags, the model's tensors.
 
-        draft = draft_view(model, budget=0.25, drop=[8, 9]) model.generate(**inputs,
-        assistant_model=draft)  # or lossless_generate(model, **inputs, draft=draft)
+        draft = draft_view(model, budget=0.25, drop=[8, 9])
+        model.generate(**inputs, assistant_model=draft)
+        # or lossless_generate(model, **inputs, draft=draft)
 
     Routing is on in the view, whatever the model's state. Training or calibrating the model moves
     the view along; `set_budget` on one of them leaves the other as it is. Moving the model to
@@ -253,7 +259,7 @@ def _routed(model: nn.Module) -> tuple[Routing, ...]:
     return stack.routed
 
 
-def _leave_out(model: Any, drop: Sequence[int]) -> None:
+def _leave_out(model: nn.Module, drop: Sequence[int]) -> None:
     """Take the decoder layers `drop` out of a view, and number the others,
     their caches and their adapters anew."""
     stack = stack_of(model)
@@ -316,7 +322,7 @@ def lossless_generate(
     """
     passes = 0
 
-    def count(*_: Any) -> None:
+    def count(*_: object) -> None:
         nonlocal passes
         passes += 1
 
@@ -340,14 +346,14 @@ def lossless_generate(
     return out
 
 
-def _transformers_model(model: Any) -> Any:
+def _transformers_model(model: nn.Module) -> Any:
     if isinstance(model, PeftModel):
         return model.get_base_model()
     return model
 
 
 @functools.cache
-def _drafting(base: Any) -> Any:
+def _drafting(base: nn.Module) -> Any:
     """The subclass of a model's class that drafts."""
     return type(base)(
         base.__name__,

@@ -109,7 +109,7 @@ def fit_branch(
     return 0.0
 
 
-def ridge_of(branch: Any, tokens: int, width: int) -> float:
+def ridge_of(branch: nn.Module, tokens: int, width: int) -> float:
     """The penalty of `fit_branch` for text that was not fitted on,
     from `tokens` tokens of `width` features."""
     if isinstance(branch, NeuronBranch):
@@ -119,7 +119,7 @@ def ridge_of(branch: Any, tokens: int, width: int) -> float:
     return max(least, 0.1 * width / tokens)
 
 
-def _start(branch: Any, gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+def _start(branch: nn.Module, gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
     """The output that least squares departs from no further than the text asks for,
     in the shape of `cross`.
 

@@ -63,10 +63,10 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
         else:
             streams["h"] = kwargs["hidden_states"]
 
-    def attend(attention: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def attend(attention: nn.Module, args: tuple[object, ...], output: Any) -> None:
         streams["a"] = streams["h"] + behind(owners[attention], family, "attention", output[0])
 
-    def leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def leave(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
         streams["out"] = hidden_of(output)
         before, after = (streams[name] for name in IMPORTANCE_TARGETS[target])
         distance_BT = 1 - F.cosine_similarity(before.double(), after.double(), dim=-1)
@@ -110,7 +110,9 @@ def expert_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[int, t
         raise ValueError(f"{type(model).__name__} has no mixture-of-experts layer")
     totals = _Totals()
 
-    def gather(router: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    def gather(
+        router: nn.Module, args: tuple[object, ...], output: tuple[torch.Tensor, ...]
+    ) -> None:
         logits_NE, weights_NK, experts_NK = output
         given_NE = torch.zeros(logits_NE.shape, dtype=torch.float64, device=logits_NE.device)
         given_NE.scatter_(1, experts_NK, weights_NK.double())

@@ -76,14 +76,14 @@ def _up_to(passes: Sequence[torch.Tensor], last: int) -> torch.Tensor:
 
 
 def check_losses(
-    model: Any, losses: Sequence[float], batches: Iterable[Mapping[str, torch.Tensor]]
+    model: nn.Module, losses: Sequence[float], batches: Iterable[Mapping[str, torch.Tensor]]
 ) -> None:
     """Raise `NonFiniteError` unless every loss is finite; the layer is looked for on `batches`."""
     if not all(math.isfinite(loss) for loss in losses):
         raise NonFiniteError(_where(model, batches))
 
 
-def _where(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> str:
+def _where(model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]) -> str:
     found = first_non_finite_layer(model, batches)
     if found is None:
         place = "the logits are not finite, and no layer's output is the first"
@@ -110,7 +110,10 @@ def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tens
         finite: dict[nn.Module, torch.Tensor] = {}
 
         def note(
-            layer: nn.Module, args: Any, out: Any, finite: dict[nn.Module, torch.Tensor] = finite
+            layer: nn.Module,
+            args: object,
+            out: object,
+            finite: dict[nn.Module, torch.Tensor] = finite,
         ) -> None:
             finite[layer] = hidden_of(out).isfinite().all()
 

@@ -62,7 +62,7 @@ class Deriving(nn.Module):
         return super().train(mode)
 
     def derived(
-        self, make: Callable[[], T], kind: Any, *tensors: torch.Tensor | None, keeps: bool = True
+        self, make: Callable[[], T], kind: object, *tensors: torch.Tensor | None, keeps: bool = True
     ) -> T:
         """`make()`, or what it was for this `kind` while `tensors` are the same;
         nothing stays unless it `keeps`."""

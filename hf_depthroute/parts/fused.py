@@ -3,8 +3,9 @@ for decoding on a CPU.
 
 With `x / rms(x)` before both, norms with weights `v` and `w` fold into the maps that follow:
 
-    y = [W_gate diag(v); W_up diag(w)] x / rms(x) + b;   u = w2 . SiLU(y_gate) + b2;   cheap =
-    W_down SiLU(y_up)
+    y = [W_gate diag(v); W_up diag(w)] x / rms(x) + b
+    u = w2 . SiLU(y_gate) + b2
+    cheap = W_down SiLU(y_up)
 
 One operator less is worth more than the bytes of float32 weights at the widths where a step is
 short. Rounding differs from that of the maps one by one. A branch of neurons has many rows and

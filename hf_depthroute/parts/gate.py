@@ -155,10 +155,10 @@ class Gate(nn.Module, ABC):
     is_fitted: ClassVar[bool] = False
     hidden_divisor: ClassVar[int] = 4
 
-    def __init__(self, width: int, config: Any, scores: int = 1) -> None:
+    def __init__(self, width: int, config: object, scores: int = 1) -> None:
         super().__init__()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """A subclass that scores in a way of its own does not decode in that of its parent."""
         super().__init_subclass__(**kwargs)
         if "forward" in vars(cls):

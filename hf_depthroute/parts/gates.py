@@ -75,8 +75,9 @@ class MLPGate(Gate):
 class JEPAGate(Deriving, Gate):
     """G3: predict the outcome of both paths in a small latent space, then score the difference.
 
-        c = W_c sg(a) + b;   q_x = P([c; e_x]) for x in (full, cheap);   u = D([q_full, q_cheap,
-        q_full - q_cheap])
+        c = W_c sg(a) + b
+        q_x = P([c; e_x]) for x in (full, cheap)
+        u = D([q_full, q_cheap, q_full - q_cheap])
 
     `P` and `D` are Linear, SiLU, Linear with hidden width `summary_dim`.
     """

@@ -235,7 +235,7 @@ class NeuronStep:
         return cheap.index_copy_(0, index, ffn.down_proj(hidden.index_select(0, index)))
 
 
-def neurons_of(ffn: Any) -> int | None:
+def neurons_of(ffn: nn.Module) -> int | None:
     """The width `m` of an FFN that the branch can take neurons of; None for any other."""
     parts = ffn._modules
     if not {"up_proj", "down_proj", "act_fn"} <= parts.keys():

@@ -19,6 +19,7 @@ from .writing import Text, write
 
 if TYPE_CHECKING:
     import gradio
+    from transformers import PreTrainedTokenizerBase
 
 _MAX_PROMPT = 2048
 _MAX_NEW_TOKENS = 256
@@ -39,7 +40,7 @@ _LEGEND = (
 
 
 def make_page(
-    model: PeftModel, tokenizer: Any, title: str, chat_template: bool = True
+    model: PeftModel, tokenizer: PreTrainedTokenizerBase, title: str, chat_template: bool = True
 ) -> gradio.Blocks:
     """The page of a routed model, ready for `launch`.
 
@@ -143,7 +144,7 @@ def make_page(
     return page
 
 
-def coloured(text: Text, tokenizer: Any) -> str:
+def coloured(text: Text, tokenizer: PreTrainedTokenizerBase) -> str:
     """The text as HTML: a span for each token, shaded by the share of layers that ran for it."""
     pieces, counts = text_pieces(tokenizer, text.ids, text.prompt)
     spans = []

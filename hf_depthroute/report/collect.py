@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from ..inference.calibration import active_routings, set_budget
 from ..inference.restoring import restored
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
 from .tokens import losses_by_position, run_data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BINS = 40
 PARTS = ("prefill", "decode")
@@ -197,7 +200,7 @@ class Sample:
 
 @torch.no_grad()
 def collect_scores(
-    model: Any, batches: Sequence[Mapping[str, torch.Tensor]], budgets: Sequence[float]
+    model: torch.nn.Module, batches: Sequence[Mapping[str, torch.Tensor]], budgets: Sequence[float]
 ) -> list[dict[int, LayerScores]]:
     """Scores and decisions of every routed layer over `batches`, per budget, by the causal rule.
 
@@ -232,7 +235,10 @@ def collect_scores(
 
 
 def count_costs(
-    model: Any, scores: Sequence[Mapping[int, LayerScores]], batch_size: int, length: int
+    model: torch.nn.Module,
+    scores: Sequence[Mapping[int, LayerScores]],
+    batch_size: int,
+    length: int,
 ) -> list[BudgetCost]:
     """The cost of one prompt pass at the measured shares, all logits computed,
     from `route_cost`."""
@@ -261,7 +267,10 @@ def count_costs(
 
 @torch.no_grad()
 def collect_tokens(
-    model: Any, tokenizer: Any, samples: Sequence[Sample], budgets: Sequence[float]
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: Sequence[Sample],
+    budgets: Sequence[float],
 ) -> dict[str, Any]:
     """The token view's data: every sample at every budget,
     with the losses of the routed and of the dense model.
@@ -303,7 +312,9 @@ def collect_tokens(
     return {"layers": list(last), "texts": texts}
 
 
-def _continued(model: Any, tokenizer: Any, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
+def _continued(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, new_tokens: int
+) -> torch.Tensor:
     if not new_tokens:
         return prompt
     pad = tokenizer.pad_token_id
@@ -320,7 +331,9 @@ def _continued(model: Any, tokenizer: Any, prompt: torch.Tensor, new_tokens: int
     return ids
 
 
-def _decided(model: Any, ids: torch.Tensor, prompt: int) -> tuple[RouteTrace, torch.Tensor]:
+def _decided(
+    model: torch.nn.Module, ids: torch.Tensor, prompt: int
+) -> tuple[RouteTrace, torch.Tensor]:
     """The decisions about `ids` `[1, T]` and the logits,
     with the prompt decided before what follows it."""
     traces = []
@@ -340,7 +353,7 @@ def _recorded(model: Any, batch: Mapping[str, torch.Tensor]) -> RouteTrace:
     return trace
 
 
-def _set_budget(model: Any, budget: float) -> None:
+def _set_budget(model: torch.nn.Module, budget: float) -> None:
     """An adapter that follows no budget runs as it is."""
     if active_routings(model)[0].active_config().takes_budget():
         set_budget(model, budget)

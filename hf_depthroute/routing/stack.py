@@ -80,7 +80,7 @@ def in_turn(change: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
     inside `one_change`."""
 
     @functools.wraps(change)
-    def waits(model: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+    def waits(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> R:
         with one_change(model):
             return change(model, *args, **kwargs)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch import nn
 from ..base.distributed import each_of_all
 from .routing import Routing
 from .stack import routed_stack, routings_of, state_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -142,7 +145,7 @@ class RouteTrace(Mapping[int, RouteRecord]):
 
     def show(
         self,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         input_ids: torch.Tensor | None = None,
         *,
         logits: torch.Tensor | None = None,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from .objective import RoutingObjective
 from .prompts import as_served
 from .record import known, remember_training, training_record
 
+if TYPE_CHECKING:
+    from transformers import TrainerControl
+
 logger = logging.getLogger(__name__)
 
 
@@ -41,7 +44,7 @@ class RoutingCallback(TrainerCallback):
     begun = 0.0
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.begun = time.monotonic()
         self._remember(args, state, kwargs)
@@ -57,22 +60,39 @@ class RoutingCallback(TrainerCallback):
         )
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.objective.schedule(state.global_step)
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.objective.check_finite(state.global_step + 1, gradients=not args.fp16)
 
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.objective.after_step()
 
     def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **kwargs: Any,
     ) -> None:
         if self.begun and "loss" in (logs or ()):
             self.objective.note_shares()
@@ -83,7 +103,11 @@ class RoutingCallback(TrainerCallback):
             self._remember(args, state, kwargs)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self._remember(args, state, kwargs)
         self.objective.note_shares()
@@ -105,8 +129,8 @@ class DepthRouteCallback(RoutingCallback):
     """Routing losses, schedules and diagnostics for `transformers.Trainer`,
     `trl.SFTTrainer` and their subclasses.
 
-        SFTTrainer(model, peft_config=DepthRouteConfig(),
-        callbacks=[DepthRouteCallback(arguments=RoutingArguments())])
+        callback = DepthRouteCallback(arguments=RoutingArguments())
+        SFTTrainer(model, peft_config=DepthRouteConfig(), callbacks=[callback])
 
     While training runs, the trainer's loss includes the routing losses, and every log entry gets
     the loss terms and the per-layer diagnostics. A trainer that is given none gets one with default
@@ -127,7 +151,7 @@ class DepthRouteCallback(RoutingCallback):
             arguments.check()
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.trainer is None:
             raise RuntimeError(
@@ -224,7 +248,7 @@ def _as_deployed(trainer: Trainer, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def is_standard(compute_loss: Any) -> bool:
+def is_standard(compute_loss: object) -> bool:
     """Whether a bound `compute_loss` is `transformers.Trainer`'s own."""
     return getattr(compute_loss, "__func__", None) is Trainer.compute_loss
 

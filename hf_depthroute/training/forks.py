@@ -139,7 +139,7 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
     observe = of_this_thread(prefix.observe)
 
     @of_this_thread
-    def keep_end(layer: nn.Module, args: Any, output: Any) -> None:
+    def keep_end(layer: nn.Module, args: object, output: object) -> None:
         if not prefix.passed_over():
             prefix.final = hidden_of(output)
 
@@ -315,7 +315,7 @@ def _repeat_rows(value_B: torch.Tensor, batch: int, count: int) -> torch.Tensor:
     return value_B.expand(batch, *value_B.shape[1:]).repeat(count, *[1] * (value_B.ndim - 1))
 
 
-def _repeat(value: Any, batch: int, count: int) -> Any:
+def _repeat(value: object, batch: int, count: int) -> Any:
     """A layer's argument for `count` times the batch;
     what broadcasts over the batch stays as it is."""
     if isinstance(value, tuple):

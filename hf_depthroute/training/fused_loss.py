@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -64,7 +65,7 @@ class FusedLoss:
         self._head.__dict__["forward"] = self._forward
         self._base.__dict__["_loss_function"] = self._loss
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._head.__dict__.pop("forward", None)
         self._base.__dict__.pop("_loss_function", None)
         self._passed = None
@@ -86,7 +87,7 @@ class FusedLoss:
         num_items_in_batch: torch.Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> torch.Tensor:
         """transformers' `ForCausalLMLoss`, with the hidden states `[B, T, d]` in
         place of the logits."""
@@ -274,7 +275,9 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tenso
     ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
 
 
-def _scale_gradients(ctx: Any, grad: torch.Tensor, *unused: Any) -> tuple[torch.Tensor | None, ...]:
+def _scale_gradients(
+    ctx: Any, grad: torch.Tensor, *unused: object
+) -> tuple[torch.Tensor | None, ...]:
     # The scale of the loss comes last, so that float16 gradients do not underflow before a loss
     # scaler is applied.
     kept = zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted)
@@ -290,7 +293,7 @@ _chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_g
 
 
 @functools.cache
-def _liger_sum() -> Any:
+def _liger_sum() -> Callable[..., torch.Tensor] | None:
     """`liger-kernel`'s `(hidden, weight, bias, targets, ignore_index) -> sum of losses`;
     None if it is absent."""
     try:
@@ -301,10 +304,15 @@ def _liger_sum() -> Any:
         return None
 
     def total(
-        hidden_Nd: Any, weight_Vd: Any, bias_V: Any, targets_N: Any, ignore_index: int
-    ) -> Any:
+        hidden_Nd: torch.Tensor,
+        weight_Vd: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        ignore_index: int,
+    ) -> torch.Tensor:
         loss: Any = LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum")
-        return loss(weight_Vd, hidden_Nd, targets_N, bias_V)
+        found: torch.Tensor = loss(weight_Vd, hidden_Nd, targets_N, bias_V)
+        return found
 
     return total
 

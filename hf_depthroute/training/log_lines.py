@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
 
 from ..config.adapter import DepthRouteConfig
 from ..files.shown import say
 from ..parts.gates import GATES
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl
 
 _FAR = 0.1  # from the budget, in shares of the tokens
 _NOT_SHOWN = ("epoch", "total_flos")
@@ -26,7 +29,11 @@ class Lines:
     begun, first_step = 0.0, 0
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.begun = time.monotonic()
         self.first_step = state.global_step
@@ -45,7 +52,12 @@ class LinePrinter(Lines, PrinterCallback):
     """transformers' `PrinterCallback` with a readable line instead of the whole log entry."""
 
     def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **kwargs: object,
     ) -> None:
         if state.is_local_process_zero and logs:
             say(self.line(state, logs))
@@ -55,7 +67,12 @@ class LineProgress(Lines, ProgressCallback):
     """transformers' progress bar with a readable line above it instead of the whole log entry."""
 
     def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **kwargs: object,
     ) -> None:
         if state.is_world_process_zero and self.training_bar is not None and logs:
             self.training_bar.write(self.line(state, logs))
@@ -149,7 +166,7 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{seconds:02}"
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)

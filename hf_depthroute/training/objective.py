@@ -374,7 +374,7 @@ def _without_input_gradients(model: nn.Module) -> Iterator[None]:
         yield
         return
 
-    def stop(embeddings: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+    def stop(embeddings: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor | None:
         # A leaf that requires a gradient comes from no parameter: the flag was put on it.
         if output.is_leaf:
             return output.requires_grad_(False)

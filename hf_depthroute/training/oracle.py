@@ -6,8 +6,8 @@ model width.
 
 The utility of running layer `l` full at position `t` is
 
-    u*_{l,t} = CE~cheap_{l,t} - CE~full_{l,t},     CE~_{l,t} = sum_{delta=0}^{W-1} gamma^delta
-    CE_{l,t+delta}
+    u*_{l,t} = CE~cheap_{l,t} - CE~full_{l,t}
+    CE~_{l,t} = sum_{delta=0}^{W-1} gamma^delta CE_{l,t+delta}
 
 where the two trajectories fork at layer `l`. With `"all_full"` every other routed layer, before and
 after the fork, runs full; with `"on_policy"` every other one follows the current gate.

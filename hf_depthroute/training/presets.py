@@ -293,7 +293,7 @@ def find_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def preset(name: str, **changes: Any) -> tuple[DepthRouteConfig, dict[str, Any]]:
+def preset(name: str, **changes: object) -> tuple[DepthRouteConfig, dict[str, Any]]:
     """A published method: its configuration, and the values for `DepthRouteTrainingArguments`.
 
     Args:

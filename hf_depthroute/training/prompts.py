@@ -22,7 +22,7 @@ from ..routing.stack import routings_of, state_of
 from ..routing.trace import RouteTrace, run_in_full
 
 
-def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
+def as_served(model: nn.Module, inputs: object) -> AbstractContextManager[None]:
     """Around a forward pass on `inputs`: with `phases="prefill"`,
     what predicts a label runs in full (`in_full`)."""
     active = (routing for routing in routings_of(model) if routing.adapter() is not None)
@@ -35,7 +35,7 @@ def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
     return run_in_full(model, in_full(inputs, config.last_in_full))
 
 
-def collate_behind_prompts(rows: list[Any]) -> dict[str, Any]:
+def collate_behind_prompts(rows: list[object]) -> dict[str, Any]:
     """A collator for plain text: the first two thirds of every row are a prompt,
     and have no labels.
 

@@ -48,7 +48,7 @@ class Run:
     results: list[Any] = field(default_factory=list)
 
     def record(
-        self, model: nn.Module, adapter_name: str, before: Mapping[str, Any] | None = None
+        self, model: nn.Module, adapter_name: str, before: Mapping[str, object] | None = None
     ) -> dict[str, Any]:
         """The record of the training, or `before` where none is remembered,
         with what the thresholds let run full."""
@@ -64,7 +64,7 @@ class Run:
         return record
 
 
-def add_results(model: nn.Module, *results: Any) -> None:
+def add_results(model: nn.Module, *results: object) -> None:
     """Show these results in the cards that `save_pretrained` and `push_to_hub` of this model write.
 
     Args:
@@ -129,7 +129,7 @@ def training_record(
     }
 
 
-def known(fact: Callable[[], Any]) -> Any:
+def known(fact: Callable[[], object]) -> Any:
     """The result of `fact`, or None if it raises: no training stops for a line of the model card.
 
     A dataset may run any code. A stream may have a `__len__` that raises, such as torch's
@@ -141,7 +141,7 @@ def known(fact: Callable[[], Any]) -> Any:
         return None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A hyperparameter as JSON holds it; None if it is not set."""
     if value is None or isinstance(value, (int, float)):
         return value
@@ -153,7 +153,7 @@ def _active(model: nn.Module) -> Run:
     return cast(Run, routing.runs.setdefault(routing.active_name(), Run()))
 
 
-def _dataset_id(dataset: Any) -> str | None:
+def _dataset_id(dataset: object) -> str | None:
     """`me/text` of a dataset that was read from `hf://datasets/me/text@...`."""
     sources = getattr(getattr(dataset, "info", None), "download_checksums", None) or {}
     for source in sources:

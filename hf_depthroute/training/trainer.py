@@ -97,7 +97,7 @@ class DepthRouteTrainerMixin(_Trainer):
         self._callback.objective = self.routing_objective = RoutingObjective(arguments, model)
         self._fused: FusedLoss | None = None
 
-    def call_model_init(self, trial: Any = None) -> Any:
+    def call_model_init(self, trial: object = None) -> Any:
         """As `Trainer.call_model_init`: with `model_init`,
         every training and trial has a model of its own."""
         model = super().call_model_init(trial)
@@ -157,8 +157,8 @@ class DepthRouteTrainerMixin(_Trainer):
         tags: str | Sequence[str] | None = None,
         model_name: str | None = None,
         dataset: str | Sequence[str] | None = None,
-        results: Sequence[Any] = (),
-        **ignored: Any,
+        results: Sequence[object] = (),
+        **ignored: object,
     ) -> None:
         """Write `README.md` in `output_dir`.
 
@@ -232,7 +232,9 @@ class DepthRouteTrainerMixin(_Trainer):
         with self._named("evaluating"):
             return super().evaluate(*args, **kwargs)
 
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(
+        self, model: nn.Module, trial: object, *args: object, **kwargs: object
+    ) -> None:
         folder = (
             Path(self._get_output_dir(trial=trial))
             / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

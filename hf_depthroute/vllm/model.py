@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from .limits import check_engine
 from .routings import load_routings
 from .settings import Settings, settings_of, tell_apart
 from .step import NAME, OPERATOR, RoutedStep, served_forward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class DepthRoutedForCausalLM(TransformersForCausalLM):
@@ -93,7 +96,7 @@ def _uncompiled(ffn: nn.Module) -> None:
 
 
 @contextmanager
-def _own_architecture(config: Any) -> Iterator[None]:
+def _own_architecture(config: PreTrainedConfig) -> Iterator[None]:
     """The base's architecture in its configuration, which decides how names in a
     checkpoint are read."""
     given = config.architectures

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
@@ -23,11 +23,14 @@ from .limits import check_adapter, check_base_config, read_adapter
 from .neurons import own_neurons
 from .settings import Settings
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 
 # Weights that are made in it have no version, and nothing derived from them is kept.
 @torch.inference_mode(False)
 def load_routings(
-    settings: Settings, base_config: Any, base_files: Sequence[Path]
+    settings: Settings, base_config: PreTrainedConfig, base_files: Sequence[Path]
 ) -> dict[int, Routing]:
     """The routings of the routed layers by their index, on the CPU, in eval mode, frozen.
 

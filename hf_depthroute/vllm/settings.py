@@ -8,12 +8,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_depthroute_vllm import ARCHITECTURE
 
 from ..adapter.files import CONFIG_NAME
 from ..config.rules import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FIELD = "depth_route"  # of the model's configuration
 # A request's own, among `SamplingParams.extra_args`; over HTTP in `vllm_xargs`.
@@ -54,7 +57,7 @@ class Settings:
         return ["vllm", "serve", base, *own, *options]
 
 
-def tell_apart(hf_config: Any, settings: Settings) -> None:
+def tell_apart(hf_config: PreTrainedConfig, settings: Settings) -> None:
     """Put into a model's configuration what the adapter's own says now.
 
     vLLM finds a compiled model in its cache by the model's configuration. There an adapter is a
@@ -65,7 +68,7 @@ def tell_apart(hf_config: Any, settings: Settings) -> None:
     setattr(hf_config, f"{FIELD}_version", hashlib.sha256(text).hexdigest())
 
 
-def settings_of(hf_config: Any) -> Settings:
+def settings_of(hf_config: PreTrainedConfig) -> Settings:
     """The settings in a model's configuration, as `Settings.hf_overrides` puts them there.
 
     Raises:

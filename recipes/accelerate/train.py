@@ -1,8 +1,7 @@
 """Routers trained by a loop of your own, on one process or many: plain PyTorch, Accelerate,
 and the routing objective.
 
-    accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/accelerate/train.py --out
-    OUT
+    accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/accelerate/train.py --out OUT
 
 `OUT` holds the adapter, `losses.json`, and under `checkpoints` what `--resume` goes on from. The
 batch size is that of all processes together, so a run gives the same adapter on one process as on

@@ -1,7 +1,6 @@
 """Pretrain a tiny OLMoE with five ways of balancing its experts.
 
-    python recipes/moe/pretrain.py --work DIR [--steps 300] [--variants none switch ...] [--seeds 0
-    1 2]
+    python recipes/moe/pretrain.py --work DIR [--steps 300] [--variants none switch ...] [--seeds 0 1 2]
 
 One folder per variant, seed and number of steps under `DIR/bases`: the model, its bias if it has
 one, and `result.json`. One that has a `result.json` is left as it is. The text is the Python

@@ -1,8 +1,8 @@
 """Other packages and this library on one real model: loss, calls, FLOPs,
 how answers hold, and time.
 
-    pip install --no-deps economize==0.3.2 tide-inference==0.2.1 mixture-of-depth==1.2.0
-    torchao==0.18.0 python recipes/peers_smollm2/run.py --model HuggingFaceTB/SmolLM2-135M-Instruct
+    pip install --no-deps economize==0.3.2 tide-inference==0.2.1 mixture-of-depth==1.2.0 torchao==0.18.0
+    python recipes/peers_smollm2/run.py --model HuggingFaceTB/SmolLM2-135M-Instruct
     python recipes/peers_smollm2/run.py --model HuggingFaceTB/SmolLM2-135M-Instruct --times
 
 Each system of `systems.py` writes a file of its own into `--out` as it ends, and keeps what it

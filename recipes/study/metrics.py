@@ -130,12 +130,12 @@ def training_ffn_ratio(
     With `b = branch/FFN`, `g = gate/FFN` and `s = rho + (1 - rho) b + g`, the cost of one layer on
     one stream that follows the gate:
 
-        1 + b + g                                                   every step: both paths, and the
-        gate + [C + C b + C(C-1)/2] / C / interval                       oracle "all_full" + [C (1 +
-        b + g) + C(C-1) s] / C / interval                 oracle "on_policy" + [C (1 + b + g) +
-        (C-1) s] / C / cgs_interval              counterfactual gate supervision + 1
-        distillation: the dense teacher + targets
-        target projection of both paths
+        1 + b + g                                                   every step: both paths, and the gate
+        + [C + C b + C(C-1)/2] / C / interval                       oracle "all_full"
+        + [C (1 + b + g) + C(C-1) s] / C / interval                 oracle "on_policy"
+        + [C (1 + b + g) + (C-1) s] / C / cgs_interval              counterfactual gate supervision
+        + 1                                                         distillation: the dense teacher
+        + targets                                                   target projection of both paths
 
     A refresh of `"all_full"` labels runs one trunk with every layer full, which is also every
     layer's full fork, and one cheap fork per layer, which runs full in all later layers: `C(C-1)/2`

@@ -1,8 +1,8 @@
 """`run_study`: every run of a study, once, into one folder; started again, it does what is missing.
 
     OUT/study.json             what the study is, and the fingerprint that a later start must have
-    OUT/blocks.safetensors     the token blocks of every run OUT/step_ratios.json       where a
-    config has `iso_compute`: measured times of a step, one config's over another's
+    OUT/blocks.safetensors     the token blocks of every run
+    OUT/step_ratios.json       where a config has `iso_compute`: measured times of a step, one config's over another's
     OUT/runs/CONFIG/SEED/      one run each: see `run.py`
 
 A process killed at any moment leaves complete runs, which are kept, and incomplete ones, which

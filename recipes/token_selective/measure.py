@@ -1,8 +1,7 @@
 """Measure what `run.py` trained: soft and hard loss, active share,
 early exit at equal share, and time.
 
-    OMP_NUM_THREADS=1 python recipes/token_selective/measure.py recipes/token_selective/paper.yaml
-    --out OUT
+    OMP_NUM_THREADS=1 python recipes/token_selective/measure.py recipes/token_selective/paper.yaml --out OUT
 
 Every run that is there is measured, into `OUT/NAME.measured.json`; `dense`, `exit` and `tsa` of a
 seed are compared and timed, into `OUT/exit_sweep.measured.json` and `OUT/time.measured.json` (of

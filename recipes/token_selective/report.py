@@ -1,8 +1,7 @@
 """Collect what `run.py` and `measure.py` wrote, and make the tables and plots of this folder.
 
-    python recipes/token_selective/report.py --out OUT                        # of paper.yaml:
-    results.json python recipes/token_selective/report.py --out OUT --study small          # of
-    small.yaml: small.json
+    python recipes/token_selective/report.py --out OUT                        # of paper.yaml: results.json
+    python recipes/token_selective/report.py --out OUT --study small          # of small.yaml: small.json
 
 Without `--out` the plots and the tables come from the committed files. The tables go to standard
 output; the README holds them. The paper is arXiv:2605.05222. Intervals and standard errors are over

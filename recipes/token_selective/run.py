@@ -1,8 +1,7 @@
 """Train the runs of a YAML file one after another: dense,
 token-selective and early-exit models from scratch.
 
-    OMP_NUM_THREADS=1 python recipes/token_selective/run.py recipes/token_selective/paper.yaml --out
-    OUT
+    OMP_NUM_THREADS=1 python recipes/token_selective/run.py recipes/token_selective/paper.yaml --out OUT
 
 Every run leaves `OUT/NAME.json` and `OUT/NAME.safetensors`; one whose files exist is skipped, so a
 stopped study goes on where it was. `measure.py` measures the models, `report.py` makes the tables

@@ -1,8 +1,8 @@
 """The load of vLLM's own `bench serve` on one base, dense and routed, in turn.
 
-    python recipes/vllm_load/load.py python recipes/vllm_load/load.py --engine transformers
-    --prompts 32 512 --rounds 2 python recipes/vllm_load/load.py --model FOLDER --adapter
-    recipes/smollm2/work/prompts-0.8-0 --prompts 1024 2000 \\
+    python recipes/vllm_load/load.py
+    python recipes/vllm_load/load.py --engine transformers --prompts 32 512 --rounds 2
+    python recipes/vllm_load/load.py --model FOLDER --adapter recipes/smollm2/work/prompts-0.8-0 --prompts 1024 2000 \\
         --clients 1 4 --out recipes/vllm_load/load_smollm2.json
     python recipes/vllm_load/report.py
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def keep(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
     """Keep the inputs of an operator, of which the first ones may be tensors."""
     tensors = [part if isinstance(part, Tensor) else None for part in inputs]
     ctx.save_for_backward(*tensors)

@@ -6,7 +6,7 @@ Shapes: B batch, T positions, n rows, d model width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class AttentionTarget(Target):
     norm_of = "attention"
     decode_step: ClassVar[type[DecodeStep] | None] = AttentionStep
 
-    def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
+    def norm(self, layer: torch.nn.Module, family: Family, stream: Tensor) -> Tensor:
         return norm_of(layer, family, "attention")(stream)
 
     def full(self, call: RoutedCall) -> Tensor:

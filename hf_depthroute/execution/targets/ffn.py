@@ -36,12 +36,12 @@ class FFNTarget(Target):
     row_wise = True
     decode_step: ClassVar[type[DecodeStep] | None] = DecodeStep
 
-    def enter(self, layer: Any, family: Family, h: Tensor, kwargs: Kwargs) -> Tensor:
+    def enter(self, layer: torch.nn.Module, family: Family, h: Tensor, kwargs: Kwargs) -> Tensor:
         if family.parallel:
             return h
         return attended(layer, family, h, h, kwargs)
 
-    def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
+    def norm(self, layer: torch.nn.Module, family: Family, stream: Tensor) -> Tensor:
         return norm_of(layer, family, "ffn")(stream)
 
     def full(self, call: RoutedCall) -> Tensor:

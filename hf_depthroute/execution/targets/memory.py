@@ -76,7 +76,7 @@ class MemoryTarget(Target):
         retrieved = memory(ngrams).to(h)
         return MemoryTarget(retrieved, memory.value(retrieved))
 
-    def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
+    def norm(self, layer: torch.nn.Module, family: Family, stream: Tensor) -> Tensor:
         return stream
 
     def decide(
