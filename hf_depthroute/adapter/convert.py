@@ -16,7 +16,7 @@ import reprlib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +31,9 @@ from .base_check import check_base, describe_base
 from .files import AdapterMismatchError, read_config
 from .tensor_rules import fault_of_values
 from .tuner import get_depth_routed_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PUBLISHED_BASE = "meta-llama/Meta-Llama-3-8B-Instruct"  # whose weights the published checkpoint has
 _LLAMA_3_8B = {
@@ -152,7 +155,7 @@ def _check_config(folder: Path, given: Mapping[str, object]) -> dict[str, Any]:
     return {name: given[name] for name in _MOST}
 
 
-def _without_weights(folder: Path, given: Mapping[str, Any]) -> Any:
+def _without_weights(folder: Path, given: Mapping[str, Any]) -> PreTrainedModel:
     """The plain Llama of a checkpoint's configuration, on the meta device."""
     try:
         config = LlamaConfig(

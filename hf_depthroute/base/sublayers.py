@@ -7,16 +7,20 @@ stream.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .families import Family
 
+# From `[..., n, d]` to `[..., n, d]`, row by row.
+RowMap = Callable[[torch.Tensor], torch.Tensor]
+
 Kwargs = dict[str, Any]
 
 
-def norm_of(layer: torch.nn.Module, family: Family, part: str) -> Any:
+def norm_of(layer: torch.nn.Module, family: Family, part: str) -> RowMap:
     """The norm before `part`, `"attention"` or `"ffn"`; where there is none,
     a map that changes nothing."""
     if part == "ffn":
@@ -44,7 +48,7 @@ def attended(
     )
 
 
-def ffn_map(layer: torch.nn.Module, family: Family) -> Any:
+def ffn_map(layer: torch.nn.Module, family: Family) -> RowMap:
     """From what the FFN reads to what it adds to the stream: `[..., n, d] -> [..., n, d]`."""
     ffn = getattr(layer, family.ffn)
     if (
@@ -56,7 +60,7 @@ def ffn_map(layer: torch.nn.Module, family: Family) -> Any:
     return lambda x: behind(layer, family, "ffn", ffn(x))
 
 
-def router_of(layer: torch.nn.Module, family: Family) -> Any:
+def router_of(layer: torch.nn.Module, family: Family) -> torch.nn.Module | None:
     """The router of a layer's experts, `[N, d] -> (logits [N, E], weights, chosen)`;
     None if the layer has none."""
     ffn = getattr(layer, family.ffn)

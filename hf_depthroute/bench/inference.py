@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from .cases import Case
 from .modes import as_run, check_modes, fill_cache, new_cache, new_step, rewind_cache
 from .timing import Estimate, Samples, interleave, seconds_of
 from .variants import BASE, DISABLED, FULL, Variants, budget_name, count_passes
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 Key = tuple[str, str]  # variant, mode
 # By budget, what `PassCounter.shares` says.
@@ -77,7 +80,7 @@ class _Runs:
         self.variants = variants
         self.case = case
         self.input_ids = input_ids
-        self._caches: dict[Any, Any] = {}
+        self._caches: dict[tuple[str | None, str], Cache] = {}
 
     def timer(self, name: str, mode: str) -> Callable[[], float]:
         last = 0.0
@@ -138,7 +141,7 @@ class _Runs:
 
             yield run, rewind
 
-    def _cache(self, name: str, mode: str, model: nn.Module) -> Any:
+    def _cache(self, name: str, mode: str, model: nn.Module) -> Cache | None:
         """The cache that this variant starts from; None if each run makes its own."""
         if not self.case.decoded and mode == "eager":
             return None

@@ -81,7 +81,7 @@ def new_step(mode: str) -> None:
         torch.compiler.cudagraph_mark_step_begin()
 
 
-def new_cache(model: Any, mode: str, length: int) -> Any:
+def new_cache(model: Any, mode: str, length: int) -> Cache:
     """An empty cache for `length` tokens per sequence."""
     if mode == "eager":
         return DynamicCache(config=model.config)

@@ -13,7 +13,6 @@ import shlex
 import unicodedata
 from collections.abc import Iterable
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any
 
 from ..files.hub import without_tokens
 
@@ -50,7 +49,7 @@ def code(value: object) -> Safe:
     return Safe(f"{fence}{space}{text}{space}{fence}")
 
 
-def escape(value: object) -> Any:
+def escape(value: object) -> object:
     """Output filter for Jinja: numbers and `Safe` pass unchanged,
     other text is escaped for Markdown and HTML."""
     if isinstance(value, Safe) or not isinstance(value, str):

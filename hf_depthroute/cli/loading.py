@@ -25,7 +25,7 @@ from .gguf import find_gguf_file
 if TYPE_CHECKING:
     import torch
     from peft import PeftModel
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ..config.adapter import DepthRouteConfig
     from .options import AdapterOptions
@@ -34,7 +34,7 @@ ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def load_config(model: str, gguf_file: str | None = None) -> Any:
+def load_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig:
     """The base model's configuration; small, and enough to refuse an unsupported model before
     its weights load."""
     import transformers
@@ -231,7 +231,7 @@ class Source:
             read_blocks(self.options, tokenizer, split), self.options.batch_size, blocks
         )
 
-    def base_model(self) -> Any:
+    def base_model(self) -> PreTrainedModel:
         """The base model, in eval mode, on the GPU if there is one."""
         import torch
         import transformers

@@ -20,6 +20,7 @@ from .output import short_name, write_text
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from ..report.collect import Sample
     from .loading import Source
 
 _TIMED_BLOCKS = 4  # sequences of the prefill that is timed, as in bench
@@ -242,7 +243,7 @@ def _samples(
     tokenizer: Any,
     batches: list[dict[str, Any]],
     base_config: PreTrainedConfig,
-) -> list[Any]:
+) -> list[Sample]:
     from ..report.collect import Sample
     from . import loading
 

@@ -40,6 +40,7 @@ from .resuming import ARGUMENTS, check_same_run, checkpoint_to_resume
 from .saving import bytes_needed, save_adapter
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
     from .train import TrainOptions
@@ -296,7 +297,7 @@ def _packed_text(
     return packed, loading.to_batches(blocks, options.batch_size, most), held_out
 
 
-def _fitted(run: Run, base: torch.nn.Module, checkpoint: Path | None) -> Any:
+def _fitted(run: Run, base: torch.nn.Module, checkpoint: Path | None) -> PeftModel:
     """The model that `fit_router` makes of `base`; where there is a checkpoint of it,
     with the layers of that."""
     config = run.source.config

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lm_eval
 import torch
@@ -34,6 +34,8 @@ from .served import read_generated, served_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Result = TypeVar("Result")
 
 
 @register_model("depthroute")
@@ -149,7 +151,7 @@ class DepthRouteLM(HFLM):
             return nullcontext()
         return state_of(self.model).override(recorders=(self.counter,))
 
-    def _timed(self, run: Callable[[], object]) -> Any:
+    def _timed(self, run: Callable[[], Result]) -> Result:
         start = time.perf_counter()
         result = run()
         if self.device.type == "cuda":

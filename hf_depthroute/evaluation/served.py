@@ -18,7 +18,7 @@ from ..data.batches import prompts_of
 from ..inference.calibration import active_routings
 from ..routing.trace import RouteTrace, full_depth, record_routes, run_in_full
 
-Request = tuple[Any, list[int], list[int]]
+Request = tuple[object, list[int], list[int]]
 
 
 @torch.no_grad()

@@ -148,7 +148,7 @@ def skip_sequences(call: RoutedCall) -> Tensor:
     return call.with_recalled(out)
 
 
-def whole_sequences(value: object, rows: Tensor, batch: int) -> Any:
+def whole_sequences(value: object, rows: Tensor, batch: int) -> object:
     """A layer's argument for the sequences `rows`; what broadcasts over the
     batch stays as it is."""
     if isinstance(value, tuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers.utils.logging import is_progress_bar_enabled
 
@@ -24,7 +25,7 @@ class FitBar:
     """
 
     def __init__(self, layers: nn.ModuleList, passes: int, text: int, shown: bool | None) -> None:
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._text = text
         disable: bool | None  # None: where the output is no terminal
         if shown is not None:

@@ -104,7 +104,9 @@ def _passed_through(layers: Sequence[nn.Module]) -> Iterator[None]:
     def note(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
         outputs[:] = [output]
 
-    def passed(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def passed(
+        hidden_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> torch.Tensor | tuple[Any, ...]:
         (first,) = outputs
         if isinstance(first, tuple):
             return hidden_states, *first[1:]

@@ -137,7 +137,7 @@ def time_left(
         chosen: The option of each layer that has one.
     """
     given = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=tail)
-    routed: Any = get_depth_routed_model(base, config_of(chosen, given)).eval()
+    routed = get_depth_routed_model(base, config_of(chosen, given)).eval()
     seconds: dict[bool, list[float]] = {True: [], False: []}
     try:
         for turn in range(_TURNS + 1):  # the first makes what is kept

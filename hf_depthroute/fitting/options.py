@@ -7,7 +7,7 @@ Shapes: B batch, T positions, N tokens, d model width.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,7 +83,7 @@ class Search:
         bar: FitBar,
     ) -> None:
         self.found: dict[int, dict[Option, StaticFit]] = {}
-        self.branches: dict[int, dict[Option, Any]] = {}
+        self.branches: dict[int, dict[Option, torch.nn.Module]] = {}
         self._fitted = len(text)  # the batches before this one are fitted on, the others held out
         batches = text + held_out
         masks = [prompts_of(batch, tail) for batch in batches]
@@ -109,7 +109,10 @@ class Search:
             bar.layer_done()
 
     def _layer(
-        self, routing: Routing, states: list[torch.Tensor], saved: Any
+        self,
+        routing: Routing,
+        states: list[torch.Tensor],
+        saved: Callable[[Routing, Option], float],
     ) -> list[torch.Tensor]:
         index = routing.layer_index
         paths: dict[str, list[tuple[RoutedCall, torch.Tensor]]] = {}
@@ -142,7 +145,14 @@ class Search:
             self.found[index][option] = StaticFit(nats, saved(routing, option), r2)
         return outputs
 
-    def _path(self, routing: Routing, target: str, batch: int, h: torch.Tensor, paths: Any) -> Any:
+    def _path(
+        self,
+        routing: Routing,
+        target: str,
+        batch: int,
+        h: torch.Tensor,
+        paths: Mapping[str, list[tuple[RoutedCall, torch.Tensor]]],
+    ) -> tuple[RoutedCall, torch.Tensor]:
         """The routed part, and the stream behind its full path;
         layers that run one after the other compute it once."""
         plan = routing.plan(False)
@@ -310,13 +320,13 @@ def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> di
     return at(high)
 
 
-def _savings(model: PeftModel, length: int, tail: int) -> Any:
+def _savings(model: PeftModel, length: int, tail: int) -> Callable[[Routing, Option], float]:
     """A function of a layer's routing and an option: the share of the FLOPs of a prompt that the
     option leaves out."""
     in_full = min(1.0, tail / length)
     full = dict.fromkeys((routing.layer_index for routing in active_routings(model)), 1.0)
     dense = sum(count_flops(model, batch=1, length=length, shares=full).values())
-    known: dict[tuple[Any, ...], float] = {}
+    known: dict[tuple[int, str], float] = {}
 
     def saved(routing: Routing, option: Option) -> float:
         key = routing.layer_index, option.target

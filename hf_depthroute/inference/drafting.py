@@ -236,11 +236,11 @@ def _view_of(base: nn.Module) -> Any:
     """A copy of `base` with its own modules, flags and configurations,
     whose tensors are those of `base`."""
     # What the copy keeps: every tensor, and where accelerate offloads them to.
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for module in base.modules():
         if isinstance(module, BudgetController):
             continue  # `set_budget` writes its threshold: each view has its own
-        kept: list[Any] = [*module._parameters.values(), *module._buffers.values()]
+        kept: list[object] = [*module._parameters.values(), *module._buffers.values()]
         hook = module.__dict__.get("_hf_hook")
         for part in getattr(hook, "hooks", [hook]):
             kept += [

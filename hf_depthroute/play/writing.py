@@ -10,13 +10,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
 
 from ..base.stack import stack_of
 from ..routing.trace import RouteTrace, record_routes
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 
 @dataclass
@@ -119,7 +122,7 @@ class _Reader:
     def __init__(self, model: Any) -> None:
         self.done = 0
         self._model = model
-        self._cache: Any = None
+        self._cache: Cache | None = None
 
     def read(self, ids: Sequence[int]) -> int:
         """The likeliest next token, after what is new in `ids`."""

@@ -25,6 +25,8 @@ from ..base.lm_head import token_losses
 from ..files.staged import write_text
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from ..routing.trace import RouteRecord, RouteTrace
 
 _HERE = Path(__file__).parent
@@ -73,7 +75,7 @@ class TokenView:
 
 def view_of(
     trace: RouteTrace,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     input_ids: torch.Tensor | None = None,
     *,
     logits: torch.Tensor | None = None,

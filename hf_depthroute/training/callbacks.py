@@ -185,7 +185,7 @@ def routed_loss(
     return_outputs: bool = False,
     num_items_in_batch: torch.Tensor | int | None = None,
     fused: AbstractContextManager[None] | None = None,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, Any]:
     """The trainer's own `compute_loss`, `plain`, plus the routing losses; in evaluation,
     `plain` alone.
 

@@ -93,7 +93,7 @@ def exit_cross_entropy(
     the backward pass makes each layer's logits again."""
     counted_BT = predicting(labels_BT, real_BT)
     targets_N = labels_BT[:, 1:][counted_BT]
-    losses: list[Any] = []
+    losses: list[torch.Tensor] = []
     for stream_BTd in exits.values():
         rows_Nd = stream_BTd[:, :-1][counted_BT.to(stream_BTd.device)]
         losses.append(

@@ -315,7 +315,7 @@ def _repeat_rows(value_B: torch.Tensor, batch: int, count: int) -> torch.Tensor:
     return value_B.expand(batch, *value_B.shape[1:]).repeat(count, *[1] * (value_B.ndim - 1))
 
 
-def _repeat(value: object, batch: int, count: int) -> Any:
+def _repeat(value: object, batch: int, count: int) -> object:
     """A layer's argument for `count` times the batch;
     what broadcasts over the batch stays as it is."""
     if isinstance(value, tuple):

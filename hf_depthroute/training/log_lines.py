@@ -56,7 +56,7 @@ class LinePrinter(Lines, PrinterCallback):
         args: object,
         state: TrainerState,
         control: TrainerControl,
-        logs: Any = None,
+        logs: Mapping[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
         if state.is_local_process_zero and logs:
@@ -71,7 +71,7 @@ class LineProgress(Lines, ProgressCallback):
         args: object,
         state: TrainerState,
         control: TrainerControl,
-        logs: Any = None,
+        logs: Mapping[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
         if state.is_world_process_zero and self.training_bar is not None and logs:

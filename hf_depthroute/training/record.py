@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import nn
 
@@ -20,6 +20,11 @@ from ..inference.calibration import active_routings
 from ..routing.stack import routings_of
 from ..routing.thresholds import ScoreQuantiles
 from .arguments import RoutingArguments
+
+if TYPE_CHECKING:
+    from transformers import TrainerState, TrainingArguments
+
+Known = TypeVar("Known")
 
 _ARGUMENTS = (
     "learning_rate",
@@ -45,7 +50,7 @@ class Run:
     and its results as for `make_card`."""
 
     training: dict[str, Any] | None = None
-    results: list[Any] = field(default_factory=list)
+    results: list[object] = field(default_factory=list)
 
     def record(
         self, model: nn.Module, adapter_name: str, before: Mapping[str, object] | None = None
@@ -100,7 +105,11 @@ def record_of(model: nn.Module) -> dict[str, Any]:
 
 
 def training_record(
-    args: Any, state: Any, model: nn.Module, dataset: Any, seconds: float
+    args: TrainingArguments,
+    state: TrainerState,
+    model: nn.Module,
+    dataset: Any,
+    seconds: float,
 ) -> dict[str, Any]:
     """The record of a training so far, by the arguments and the state of its
     `transformers.Trainer`.
@@ -129,7 +138,7 @@ def training_record(
     }
 
 
-def known(fact: Callable[[], object]) -> Any:
+def known(fact: Callable[[], Known]) -> Known | None:
     """The result of `fact`, or None if it raises: no training stops for a line of the model card.
 
     A dataset may run any code. A stream may have a `__len__` that raises, such as torch's
@@ -141,7 +150,7 @@ def known(fact: Callable[[], object]) -> Any:
         return None
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> float | str | None:
     """A hyperparameter as JSON holds it; None if it is not set."""
     if value is None or isinstance(value, (int, float)):
         return value

@@ -97,7 +97,7 @@ class DepthRouteTrainerMixin(_Trainer):
         self._callback.objective = self.routing_objective = RoutingObjective(arguments, model)
         self._fused: FusedLoss | None = None
 
-    def call_model_init(self, trial: object = None) -> Any:
+    def call_model_init(self, trial: object = None) -> nn.Module:
         """As `Trainer.call_model_init`: with `model_init`,
         every training and trial has a model of its own."""
         model = super().call_model_init(trial)
@@ -111,7 +111,7 @@ class DepthRouteTrainerMixin(_Trainer):
         inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The Trainer's loss plus the routing losses; in evaluation, the Trainer's loss alone."""
         plain = super().compute_loss
         fused = None
@@ -227,7 +227,7 @@ class DepthRouteTrainerMixin(_Trainer):
             checkpoints.check_complete(Path(resume_from_checkpoint))
         return resume_from_checkpoint
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`."""
         with self._named("evaluating"):
             return super().evaluate(*args, **kwargs)

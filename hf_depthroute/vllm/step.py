@@ -184,7 +184,8 @@ class RoutedStep:
                 and current_platform.is_cpu()
             ):
                 # vLLM has put its own norm of the kind there.
-                weight = norm_of(self.layer, routing.family, "ffn").weight
+                norm_here: Any = norm_of(self.layer, routing.family, "ffn")
+                weight = norm_here.weight
                 branch = routing.depth_route_branch._modules.get(plan.adapter)
                 joint = fuse((weight, rms[1]), routing.gate(plan.adapter), branch, weight.dtype)
             self._joints[plan.adapter] = joint

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 import triton
@@ -249,7 +248,7 @@ def _attend_few(
     tile = triton.next_power_of_2(max(16, length * share))
     splits = _splits(pairs, keys.shape[2], q.device)
     sizes = {**heads, "T": length, "SPLITS": splits, "BLOCK_M": tile}
-    parts: list[Any] = [None, None, None]
+    parts: list[Tensor | None] = [None, None, None]
     if splits > 1:
         parts = [
             q.new_empty(pairs * splits * tile * width, dtype=torch.float32)

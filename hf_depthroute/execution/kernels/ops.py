@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import warnings
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def attend_rows(
 
 
 @functools.cache
-def _on_cuda() -> Any:
+def _on_cuda() -> ModuleType:
     """The module that launches the Triton kernels; `plain`, with one warning,
     where Triton is missing."""
     if importlib.util.find_spec("triton") is None:
