@@ -2,7 +2,7 @@
 one table row per model family.
 
 A layer adds the updates of two sublayers, attention and FFN, to the residual stream `h`. With `n1`,
-`n2` the norms in front of them, `o1`, `o2` the norms after them, and `c` a constant, the layouts
+`n2` the norms before them, `o1`, `o2` the norms after them, and `c` a constant, the layouts
 are:
 
     sequential   a = h + attention(n1(h));       out = a + ffn(n2(a))
