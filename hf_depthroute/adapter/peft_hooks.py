@@ -69,7 +69,7 @@ def install() -> None:
     wrap(BaseTuner, "__init__", _init_tuner)
 
 
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+def wrap(owner: Any, name: str, around: Callable[..., object]) -> None:
     """Replace `owner.name` by `around`, which gets the original as its first argument;
     a second call does nothing."""
     found = vars(owner).get(name, getattr(owner, name))
@@ -85,7 +85,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
 
 
-def _in_turn(change: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_turn(change: Any, self: Any, *args: Any, **kwargs: object) -> Any:
     with one_change(self):
         return change(self, *args, **kwargs)
 
@@ -130,11 +130,11 @@ def _init_tuner(
 def _from_pretrained(
     make: Any,
     cls: Any,
-    model: Any,
-    model_id: Any,
+    model: nn.Module,
+    model_id: object,
     adapter_name: str = "default",
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     def read() -> Any:
         with _kept_where_it_is(model, model_id, kwargs):
@@ -144,7 +144,7 @@ def _from_pretrained(
 
 
 def _load_adapter(
-    load: Any, self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any
+    load: Any, self: Any, model_id: object, adapter_name: str, *args: Any, **kwargs: object
 ) -> Any:
     # None while `from_pretrained` loads: the adapter has just been injected for this.
     config = None
@@ -175,7 +175,7 @@ def _load_natively(
     self: Any,
     peft_model_id: Any = None,
     adapter_name: str | None = None,
-    *args: Any,
+    *args: object,
     **kwargs: Any,
 ) -> Any:
     if adapter_name is None:
@@ -235,7 +235,7 @@ def _check_reload(
 def _state_dict_of(
     read: Any,
     model: Any,
-    state_dict: Any = None,
+    state_dict: object = None,
     adapter_name: str = "default",
     unwrap_compiled: bool = False,
     save_embedding_layers: bool | str = "auto",
@@ -251,7 +251,7 @@ def _state_dict_of(
     return read(model, state_dict, adapter_name, unwrap_compiled, save_embedding_layers)
 
 
-def _torch_load(read: Any, *args: Any, **kwargs: Any) -> Any:
+def _torch_load(read: Any, *args: Any, **kwargs: object) -> Any:
     """Replacement for PEFT's loader of other formats than safetensors;
     it refuses a routed adapter's pickle.
 

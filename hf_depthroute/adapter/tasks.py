@@ -69,7 +69,9 @@ def for_task(model: nn.Module, config: DepthRouteConfig) -> DepthRouteConfig:
     return config
 
 
-def make_for_task(make: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
+def make_for_task(
+    make: Any, model: nn.Module, peft_config: Any, *args: object, **kwargs: object
+) -> Any:
     """`peft.get_peft_model`, here `make`, for a configuration that leaves the task to the model;
     it stays as it is."""
     if isinstance(peft_config, DepthRouteConfig) and peft_config.task_type is None:

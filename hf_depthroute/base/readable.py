@@ -8,7 +8,6 @@ weight, a forward of the instance's own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -18,7 +17,7 @@ from .recorded import RECORDER
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def is_readable(module: Any, *kinds: type[nn.Module]) -> bool:
+def is_readable(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a call of `module` does what the forward of one of `kinds` does with its weights,
     and nothing else.
 

@@ -100,7 +100,7 @@ def run_case(
 
 
 def bench(
-    model: Any,
+    model: nn.Module,
     *,
     base: nn.Module | None = None,
     input_ids: torch.Tensor | None = None,

@@ -67,7 +67,7 @@ def _create_or_update_model_card(
 
 
 def _push_to_hub(
-    push: Any, self: Any, repo_id: str, *args: Any, results: Sequence[Any] = (), **kwargs: Any
+    push: Any, self: Any, repo_id: str, *args: object, results: Sequence[object] = (), **kwargs: Any
 ) -> Any:
     """`PeftModel.push_to_hub`.
 

@@ -24,14 +24,14 @@ def push_folder(
     folder: str | Path,
     repo_id: str,
     *,
-    results: Sequence[Any] = (),
+    results: Sequence[object] = (),
     private: bool | None = None,
     token: bool | str | None = None,
     revision: str | None = None,
     create_pr: bool = False,
     commit_message: str | None = None,
     commit_description: str | None = None,
-    card: dict[str, Any] | None = None,
+    card: dict[str, object] | None = None,
 ) -> Any:
     """Send the adapter in `folder` with a card: its configuration, its weights, README.md,
     and no other file but the scores on benchmarks that the Hub reads from `.eval_results`.

@@ -170,7 +170,7 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
         return JSONResponse(error_body(reason(error)[:300]), status_code=400)
 
     def build_server(
-        model_manager: Any, *handlers: Any, generation_state: Any, **others: Any
+        model_manager: Any, *handlers: Any, generation_state: Any, **others: object
     ) -> Any:
         model_manager.get_gen_models = lambda: [model]
         states.append(generation_state)

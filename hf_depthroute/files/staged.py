@@ -68,7 +68,7 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_json(path: Path, content: Any, **how: Any) -> None:
+def write_json(path: Path, content: object, **how: Any) -> None:
     """As `write_text`; `how` is passed to `json.dumps`."""
     write_text(path, json.dumps(content, **{"indent": 2, **how}) + "\n")
 

@@ -83,7 +83,7 @@ class _Draft:
     drafted = 0
     _target: Any
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: Any) -> Any:
         config: Any = kwargs.get("generation_config")
         if not getattr(config, "is_assistant", None):
             return super().generate(*args, **kwargs)  # type: ignore[misc]

@@ -53,7 +53,7 @@ class Deriving(nn.Module):
     It is made again when the weights change, for a new prompt, and after `train()` or `eval()`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._derived = TransientCache()
 

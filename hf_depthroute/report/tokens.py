@@ -245,7 +245,7 @@ def text_pieces(
     return pieces, counts
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, **values: object) -> str:
     """The page that `template`, a file in this folder, makes of `values`; text is escaped."""
     import jinja2
     from markupsafe import Markup

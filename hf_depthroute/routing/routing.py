@@ -235,7 +235,7 @@ class Routing(nn.Module, BaseTunerLayer):
             "BudgetController | None", self.depth_route_controller._modules.get(self.active_name())
         )
 
-    def experts_of(self, layer: Any) -> nn.Module:
+    def experts_of(self, layer: nn.Module) -> nn.Module:
         """The fused experts of the decoder layer."""
         return cast(nn.Module, getattr(getattr(layer, self.family.ffn), self.family.experts))
 

@@ -44,7 +44,11 @@ class RoutingCallback(TrainerCallback):
     begun = 0.0
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.begun = time.monotonic()
         self._remember(args, state, kwargs)
@@ -92,7 +96,7 @@ class RoutingCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         logs: Any = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         if self.begun and "loss" in (logs or ()):
             self.objective.note_shares()

@@ -24,7 +24,7 @@ def install_for(config: DepthRouteConfig) -> None:
     wrap(Trainer, "train", _train)
 
 
-def _train(train: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _train(train: Any, self: Any, *args: object, **kwargs: object) -> Any:
     from .callbacks import provided
 
     with provided(self):

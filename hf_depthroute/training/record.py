@@ -83,7 +83,7 @@ def add_results(model: nn.Module, *results: object) -> None:
     _active(model).results.extend(results)
 
 
-def remember_training(model: nn.Module, training: Mapping[str, Any]) -> None:
+def remember_training(model: nn.Module, training: Mapping[str, object]) -> None:
     """Replace the record of the active adapter's training;
     what was measured before is forgotten."""
     run = _active(model)
