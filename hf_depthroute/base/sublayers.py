@@ -17,7 +17,7 @@ from .families import Family
 # From `[..., n, d]` to `[..., n, d]`, row by row.
 RowMap = Callable[[torch.Tensor], torch.Tensor]
 
-Kwargs = dict[str, Any]
+Kwargs = dict[str, Any]  # keyword arguments of a decoder layer
 
 
 def norm_of(layer: torch.nn.Module, family: Family, part: str) -> RowMap:

@@ -17,6 +17,7 @@ from ..base.cache import cache_of, is_paged
 from ..base.projections import STYLES, Projections
 from ..base.readable import is_watched
 from ..base.recorded import records_attention
+from ..base.sublayers import Kwargs
 from .kernels import attend_rows, linear_rows
 from .kernels.eligible import is_plain_linear
 
@@ -26,7 +27,7 @@ _KERNELS = ("sdpa", "eager")  # attention implementations that take any subset o
 _CAUSAL_SLICE = 256
 
 
-def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, Any]) -> bool:
+def supports_subset(attention: nn.Module, style: str | None, kwargs: Kwargs) -> bool:
     """Whether `attended_rows` can stand in for a call of `attention`;
     otherwise it has to run for every token."""
     config: Any = attention.config
@@ -43,7 +44,7 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, A
     )
 
 
-def supports_rows(attention: Any, style: str | None, x: Tensor, kwargs: dict[str, Any]) -> bool:
+def supports_rows(attention: Any, style: str | None, x: Tensor, kwargs: Kwargs) -> bool:
     """Whether `attended_update` can stand in for a call of `attention` with `x`."""
     allowed = kwargs.get("attention_mask")
     return (
@@ -56,9 +57,7 @@ def supports_rows(attention: Any, style: str | None, x: Tensor, kwargs: dict[str
     )
 
 
-def attended_rows(
-    attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]
-) -> Tensor:
+def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: Kwargs) -> Tensor:
     """The attention's output at the tokens in `mask`; all tokens enter the KV cache.
 
     Args:
@@ -118,7 +117,7 @@ def attended_rows(
     return make.outputs(attention, out[row_N, slot_N].flatten(-2)[None])[0]
 
 
-def write_keys_values(attention: Any, style: str | None, x: Tensor, kwargs: dict[str, Any]) -> None:
+def write_keys_values(attention: Any, style: str | None, x: Tensor, kwargs: Kwargs) -> None:
     """Enter `x`, `[B, T, d]`, into the KV cache and nothing else; where that cannot be,
     the attention runs for it."""
     if style is not None and supports_subset(attention, style, kwargs):
@@ -127,9 +126,7 @@ def write_keys_values(attention: Any, style: str | None, x: Tensor, kwargs: dict
         attention(x, **kwargs)
 
 
-def attended_update(
-    attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]
-) -> Tensor:
+def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: Kwargs) -> Tensor:
     """`attended_rows` by row ops: `[B, T, d]`, zeros where not `mask`;
     its shapes do not depend on the mask."""
     make = STYLES[style]
@@ -155,7 +152,7 @@ def attended_update(
 
 
 def _keys_values(
-    attention: Any, make: Projections, x: Tensor, kwargs: dict[str, Any]
+    attention: Any, make: Projections, x: Tensor, kwargs: Kwargs
 ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
     """Keys and values of every token seen, `[B, G, S, k]` each,
     with those of `x` `[B, T, d]` in the cache.

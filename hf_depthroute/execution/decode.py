@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..base.cache import SkippingLayer, cache_layer, cache_of, remembered
 from ..base.families import Family
 from ..base.readable import is_watched, is_whole
+from ..base.sublayers import Kwargs
 from .attention import write_keys_values
 from .context import ForwardContext
 from .gathered import gathered_update
@@ -67,7 +68,7 @@ class DecodeStep:
         self.threshold = torch.as_tensor(threshold, dtype=torch.float32).item()
 
     def __call__(
-        self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext
+        self, layer: nn.Module, h: Tensor, kwargs: Kwargs, context: ForwardContext
     ) -> Tensor | None:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
@@ -103,7 +104,7 @@ class DecodeStep:
             return out
         return out.index_add_(0, (~full_B).nonzero().squeeze(-1), made.recall(ngrams[~full_B]))
 
-    def _ngrams(self, context: ForwardContext, kwargs: dict[str, Any]) -> Tensor | None:
+    def _ngrams(self, context: ForwardContext, kwargs: Kwargs) -> Tensor | None:
         """The new tokens' n-grams, `[B, 1, N]`; the KV cache learns of every token,
         also of those that run in full."""
         if self.weights.memory is None:
@@ -125,7 +126,7 @@ class AttentionStep(DecodeStep):
         self.style = routing.family.queries
 
     def __call__(
-        self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext
+        self, layer: nn.Module, h: Tensor, kwargs: Kwargs, context: ForwardContext
     ) -> Tensor:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
@@ -176,7 +177,7 @@ class SequenceStep(DecodeStep):
     scores = False
 
     def __call__(
-        self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext
+        self, layer: nn.Module, h: Tensor, kwargs: Kwargs, context: ForwardContext
     ) -> Tensor | None:
         cache = cache_of(kwargs)
         decided = remembered(cache, self.layer_index)
@@ -236,7 +237,7 @@ def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
     return id(norm), weight.data_ptr(), weight._version
 
 
-def run_base(layer: Any, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor:
+def run_base(layer: Any, h: Tensor, kwargs: Kwargs, context: ForwardContext) -> Tensor:
     """A layer that is not routed, or whose every token runs full."""
     return cast(Tensor, layer._base_forward(h, **kwargs))
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from ..base.cache import SkippingLayer, cache_layer, cache_of, can_skip, remember, remembered
 from ..base.recorded import records_attention
+from ..base.sublayers import Kwargs
 from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
 from .call import Decision, RoutedCall, without_scores
 from .masked import scaled
 
 
-def as_decided(plan: RoutePlan, layer_index: int, kwargs: dict[str, Any]) -> RoutePlan:
+def as_decided(plan: RoutePlan, layer_index: int, kwargs: Kwargs) -> RoutePlan:
     """`plan`, but in the middle of a generation, whose prompt was decided:
     that decision holds at a budget of 1 too."""
     full = plan.rule == "full" or plan.everything
@@ -38,7 +39,7 @@ def decide_sequences(
     plan: RoutePlan,
     gate_input: Tensor,
     token_mask: Tensor | None,
-    kwargs: dict[str, Any],
+    kwargs: Kwargs,
 ) -> Decision:
     """One decision per sequence, on the mean over its real tokens; with a KV cache,
     the one made on the prompt.

@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from transformers.utils.logging import is_progress_bar_enabled
 
 from ..base.contexts import of_this_thread
+from ..base.sublayers import Kwargs
 
 
 class FitBar:
@@ -63,7 +64,7 @@ class FitBar:
         """A routed layer of a walk, which calls its parts alone."""
         self._move(self._text)
 
-    def _called(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _called(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         if args:
             h = args[0]
         else:

@@ -20,7 +20,7 @@ from torch import nn
 from ..base.cache import without_cache
 from ..base.contexts import hooked, of_this_thread
 from ..base.stack import stack_of
-from ..base.sublayers import hidden_of
+from ..base.sublayers import Kwargs, hidden_of
 from ..data.batches import device_of, document_starts, token_mask
 from ..execution.call import RoutedCall
 from ..execution.context import ForwardContext, unpack
@@ -60,7 +60,7 @@ class LayerWalk:
                 self._given.append([])
                 model(**batch, use_cache=False, logits_to_keep=1)
 
-    def _note(self, index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, index: int, layer: Any, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         given = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
         unpack(given)  # what it says is not needed here, or made anew
         if args:

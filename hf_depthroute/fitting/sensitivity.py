@@ -25,7 +25,7 @@ from torch import nn
 from ..base.contexts import hooked, of_this_thread
 from ..base.distributed import each_of_all, own_rows, total
 from ..base.stack import stack_of
-from ..base.sublayers import hidden_of
+from ..base.sublayers import Kwargs, hidden_of
 from ..routing.trace import full_depth
 from .text import Batches
 
@@ -50,7 +50,7 @@ def stream_gradients(
     """
     streams: list[torch.Tensor] = []
 
-    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, Any]:
         h = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
         if args:
             return (h, *args[1:]), kwargs

@@ -22,6 +22,7 @@ from torch import nn
 
 from ..base.contexts import hooked, of_this_thread
 from ..base.stack import stack_of
+from ..base.sublayers import Kwargs
 from ..execution.call import RoutedCall
 from ..execution.costs import GatherCosts, chosen_flops, gather_costs_of
 from ..execution.executors import EXECUTORS, check_executor
@@ -212,7 +213,7 @@ def _supported(
     the base's layer, is apart."""
     found: set[str] = set()
 
-    def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def look(layer: Any, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         routing: Routing = layer._modules[ROUTING]
         plan = routing.plan(False)
         if args:

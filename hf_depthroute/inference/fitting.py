@@ -17,6 +17,7 @@ from ..base.cache import without_cache
 from ..base.contexts import evaluating, of_this_thread
 from ..base.distributed import each_of_all, total
 from ..base.stack import stack_of
+from ..base.sublayers import Kwargs
 from ..data.batches import model_inputs, token_mask
 from ..execution.context import unpack
 from ..execution.layer import routed_call
@@ -260,7 +261,7 @@ def _fit_layer(
     branch: Any = routing.depth_route_branch[name]
     seen: list[torch.Tensor] = []
 
-    def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def look(layer: Any, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         kwargs = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
         context = unpack(kwargs)
         if args:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..base.contexts import evaluating, hooked, of_this_thread
 from ..base.stack import stack_of
-from ..base.sublayers import behind, hidden_of
+from ..base.sublayers import Kwargs, behind, hidden_of
 from ..data.batches import model_inputs, token_mask
 from ..routing.trace import full_depth
 
@@ -57,7 +57,7 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
     streams: dict[str, torch.Tensor] = {}  # of the layer that runs: h, a, out, each [B, T, d]
     totals = _Totals()
 
-    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         if args:
             streams["h"] = args[0]
         else:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..base.contexts import hooked, of_this_thread
 from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
+from ..base.sublayers import Kwargs
 from ..execution.context import unpack
 from ..inference.calibration import active_routings
 from ..routing.routing import ROUTING
@@ -53,7 +54,7 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
     exits.lm_head = LMHead(model)
 
     @of_this_thread
-    def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         # Else a reference's pass, behind that of the loss.
         if torch.is_grad_enabled() or not exits.with_graph:
             if args:

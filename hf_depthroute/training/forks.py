@@ -25,7 +25,7 @@ from ..base.cache import without_cache
 from ..base.contexts import evaluating, hooked, of_this_thread
 from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
-from ..base.sublayers import hidden_of
+from ..base.sublayers import Kwargs, hidden_of
 from ..data.batches import breaks_of
 from ..execution.call import RoutedCall
 from ..execution.context import ForwardContext, unpack
@@ -80,7 +80,7 @@ class Prefix:
         self._autocast: tuple[bool, torch.dtype] = (False, torch.float32)
         self._with_graph = False
 
-    def observe(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def observe(self, layer: Any, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         """Forward pre-hook of the layers; a pass without gradients does not take the place
         of one with them."""
         if self.passed_over():
@@ -299,7 +299,7 @@ def _counted(prefix: Prefix, labels_BT: torch.Tensor) -> torch.Tensor:
     return F.pad(predicting(labels_BT, prefix.context.token_mask), (0, 1))
 
 
-def _repeated(kwargs: dict[str, Any], batch: int, count: int) -> dict[str, Any]:
+def _repeated(kwargs: Kwargs, batch: int, count: int) -> dict[str, Any]:
     """A layer's arguments for `count` times the batch."""
     repeated = {name: _repeat(value, batch, count) for name, value in kwargs.items()}
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):  # where documents end, over all rows in a line
