@@ -169,7 +169,7 @@ def _without_weights(folder: Path, given: Mapping[str, Any]) -> PreTrainedModel:
 
 def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """By tensor name, the open safetensors file that holds it."""
-    files: dict[str, Any] = {}
+    files: dict[str, object] = {}
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise _fault(folder, "holds no safetensors file; is it a checkpoint?")

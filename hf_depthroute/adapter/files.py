@@ -47,8 +47,8 @@ def read_config(path: Path) -> dict[str, Any]:
             repeats a key, or holds a number that JSON does not know.
     """
 
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found: dict[str, object] = {}
         for key, value in pairs:
             if key in found:
                 raise AdapterMismatchError(

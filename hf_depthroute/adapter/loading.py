@@ -219,7 +219,7 @@ def _read_strictly(
     return getattr(type(model), _READER)(model, state_dict, checkpoint_files, load_config, **kwargs)
 
 
-def _kept_in_place(model: nn.Module, device_map: Mapping[str, object] | None) -> dict[str, Any]:
+def _kept_in_place(model: nn.Module, device_map: Mapping[str, object] | None) -> dict[str, object]:
     """A device map for reading an adapter: its parts stay where they are,
     whatever is offloaded around them.
 

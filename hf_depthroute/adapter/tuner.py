@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -314,7 +314,7 @@ class DepthRouteModel(BaseTuner):
         raise RuntimeError("depth-routed adapters are injected by inject_adapter")
 
 
-def _drop_empty_routings(layers: Any) -> None:
+def _drop_empty_routings(layers: Iterable[nn.Module]) -> None:
     """Take out what deleted adapters left: transformers asks the first routing which
     adapter is active."""
     for layer in layers:

@@ -195,7 +195,7 @@ class Times:
         """The time of a variant in its fastest mode over that of the dense model."""
         return self.samples.ratio(self._fastest(name), self.dense)
 
-    def row(self, name: str, label: str) -> dict[str, Any]:
+    def row(self, name: str, label: str) -> dict[str, object]:
         """A variant's row of a result; its milliseconds are called after `label`."""
         key = self._fastest(name)
         ratio = self.over_dense(name)
@@ -215,7 +215,7 @@ class Times:
             }
         return row
 
-    def of_dense(self) -> dict[str, Any]:
+    def of_dense(self) -> dict[str, object]:
         """The part of a result about the dense model, and the adapter where nothing is skipped."""
         case = self.case
         dense = self.dense

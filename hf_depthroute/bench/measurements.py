@@ -133,7 +133,7 @@ class Comparison:
     changes: list[Change]
     notes: list[str]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
 

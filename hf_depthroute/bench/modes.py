@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MODES = ("eager", "static", "compiled")
 _CHUNK = 8192  # tokens of one call that fills a cache: what a call holds in between stays small
 
-_compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
+_compiled: dict[int, tuple[nn.Module, Callable[..., object]]] = {}
 
 
 def check_modes(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:

@@ -174,7 +174,7 @@ def _thresholds(
     return dict(sorted(thresholds.items())), calibrated
 
 
-def read_training(folder: Path) -> dict[str, Any]:
+def read_training(folder: Path) -> dict[str, object]:
     """The record in a folder; empty where there is none.
 
     Raises:

@@ -93,7 +93,7 @@ class Results:
 
     losses: list[Losses] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
-    benches: list[tuple[dict[str, Any], list[Speed]]] = field(default_factory=list)
+    benches: list[tuple[dict[str, object], list[Speed]]] = field(default_factory=list)
 
 
 def read_results(
@@ -268,7 +268,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _plain(source: object) -> dict[str, Any]:
+def _plain(source: object) -> dict[str, object]:
     """The form of the files, of what the functions return."""
     if isinstance(source, Mapping):
         return dict(source)

@@ -39,7 +39,7 @@ def read_losses(path: Path) -> dict[str, Any]:
     return result
 
 
-def read_bench(path: Path) -> dict[str, Any]:
+def read_bench(path: Path) -> dict[str, object]:
     """The results that `bench --out` wrote for a single prefill or decode."""
     from ..bench.measurements import read_result
 

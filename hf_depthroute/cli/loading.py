@@ -93,7 +93,7 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
 
 def find_base(
     adapter: str, config: DepthRouteConfig, model: str | None, gguf_file: str | None = None
-) -> tuple[str, Any, str | None]:
+) -> tuple[str, object, str | None]:
     """The place of the base model, `--model` or the adapter's own; its configuration;
     its GGUF file, if it is one."""
     from ..files.hub import HubError
@@ -126,7 +126,7 @@ def changed_fields(
     `ConfigError` if they cannot."""
     from ..config.adapter import check_budget, check_phases
 
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     if budget is not None:
         if not config.takes_budget():
             raise CliError(

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from ..card.facts import read_training
 from ..config.adapter import DepthRouteConfig
@@ -97,7 +96,7 @@ def check_same_run(
         say(f"note: {option} is {now} from here on; {checkpoint} was trained with {earlier[name]}")
 
 
-def _arguments_in(checkpoint: Path) -> dict[str, Any]:
+def _arguments_in(checkpoint: Path) -> dict[str, object]:
     """The options that a checkpoint was trained with; without a note of them,
     the arguments of its Trainer."""
     record = read_training(checkpoint)

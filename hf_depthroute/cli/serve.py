@@ -132,7 +132,7 @@ def serve(options: ServeOptions) -> None:
 def _ended_by_sigterm() -> Iterator[None]:
     """Inside the block, SIGTERM ends the process as an exception does: what is to be removed is."""
 
-    def end(number: int, frame: Any) -> None:
+    def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)

@@ -17,7 +17,7 @@ from .serve_settings import Limits
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 # What continuous batching has once, for all requests: fields of a generation config, what requests
 # call them, and the value that does nothing.
-_SHARED: dict[str, tuple[str, Any]] = {
+_SHARED: dict[str, tuple[str, object]] = {
     "stop_strings": ("stop (stop_strings)", None),
     "repetition_penalty": ("repetition_penalty (frequency_penalty + 1)", 1.0),
     "min_new_tokens": ("min_new_tokens", 0),
@@ -32,7 +32,7 @@ _SHARED: dict[str, tuple[str, Any]] = {
 
 # The streamers of the request that is running. An answer whose client left before its first word
 # was sent is never begun, and only an answer that was begun ends its generation.
-STREAMERS: ContextVar[list[Any]] = ContextVar("streamers")
+STREAMERS: ContextVar[list[object]] = ContextVar("streamers")
 
 
 def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> None:

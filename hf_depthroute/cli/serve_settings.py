@@ -59,7 +59,7 @@ def _within_limit(value: int, info: ValidationInfo) -> int:
     return value
 
 
-def _for_template(given: dict[str, Any]) -> dict[str, Any]:
+def _for_template(given: dict[str, Any]) -> dict[str, object]:
     """Values for the chat template; a template of the client's own would be a program."""
     from transformers import PreTrainedTokenizerBase
 

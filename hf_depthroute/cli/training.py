@@ -60,7 +60,7 @@ class Run:
     """
 
     options: TrainOptions
-    preset: dict[str, Any]
+    preset: dict[str, object]
     source: loading.Source
     arguments: DepthRouteTrainingArguments
     tokenizer: Any
@@ -199,7 +199,7 @@ def _threshold(text: str) -> float | str:
         return text  # the configuration knows which words it takes
 
 
-_READ: dict[str, Callable[[str], Any]] = {  # fields that are given as text
+_READ: dict[str, Callable[[str], object]] = {  # fields that are given as text
     "layers": o.parse_layers,
     "static_layers": o.parse_layers,
     **dict.fromkeys(PATTERNS, o.parse_pattern),
@@ -396,7 +396,7 @@ def _record_of(
     log_history: list[dict[str, object]],
     full_ratio: dict[int, float],
     rows: Sequence[BudgetRow],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The content of training.json."""
     return {
         "command": o.command_words(run.options.context, leave_out=("out", "overwrite", "resume")),

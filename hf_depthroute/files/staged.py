@@ -16,7 +16,10 @@ import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 try:
     import fcntl
@@ -73,7 +76,7 @@ def write_json(path: Path, content: object, **how: Any) -> None:
     write_text(path, json.dumps(content, **{"indent": 2, **how}) + "\n")
 
 
-def png_of(figure: Any, dpi: int) -> bytes:
+def png_of(figure: Figure, dpi: int) -> bytes:
     """A figure of matplotlib as the bytes of a PNG file."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=dpi)

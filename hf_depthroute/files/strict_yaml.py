@@ -56,7 +56,7 @@ def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) ->
                 raise YamlError(f"{name}: YAML aliases are not supported; write the value out")
             return super().compose_node(parent, index)
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[object, object]:
             seen = set()
             for key_node, _ in node.value:
                 if key_node.tag == "tag:yaml.org,2002:merge":  # its keys would not come by here

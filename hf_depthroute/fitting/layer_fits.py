@@ -7,7 +7,7 @@ Shapes: B batch, T positions, N real tokens, R rows, V vocabulary, d model width
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from ..routing.thresholds import quantile_table
 from .layer_walk import LayerWalk, walk_layers
 from .sensitivity import stream_metrics, text_gradients
 from .text import Batches
+
+if TYPE_CHECKING:
+    from .bar import FitBar
 
 FEWEST = 256  # tokens that a branch is fitted on, at least
 _PENALTY = 1e-3
@@ -58,7 +61,7 @@ class LayerFit:
 class Fits:
     """The state of a fit over its rounds."""
 
-    def __init__(self, model: PeftModel, text: Batches, held_out: Batches, bar: Any) -> None:
+    def __init__(self, model: PeftModel, text: Batches, held_out: Batches, bar: FitBar) -> None:
         self.model = model
         self.bar = bar
         self.walk = LayerWalk(model, text + held_out)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from peft import PeftModel
@@ -66,7 +66,7 @@ def trial_of(model: nn.Module, batches: Batches) -> Trial:
     )
 
 
-def layer_states(model: nn.Module) -> dict[int, dict[str, Any]]:
+def layer_states(model: nn.Module) -> dict[int, dict[str, object]]:
     """A copy of what every routed layer holds, by its index."""
     return {
         routing.layer_index: copy.deepcopy(routing.state_dict())

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -166,7 +165,7 @@ def fit_router(
         bar = stack.enter_context(_bar(routed, rounds, progress, text, rated, held_out, last))
         fit = Fits(routed, own_part(text), own_part(rated), bar)
         own = own_part(held_out)
-        best: tuple[Trial, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
+        best: tuple[Trial, dict[int, dict[str, object]], dict[int, LayerFit]] | None = None
         losses = []
         for number in range(rounds):
             bar.phase(f"round {number + 1} of {rounds}")

@@ -50,7 +50,7 @@ def stream_gradients(
     """
     streams: list[torch.Tensor] = []
 
-    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, Any]:
+    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[object, object]:
         h = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
         if args:
             return (h, *args[1:]), kwargs

@@ -66,7 +66,7 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
     def attend(attention: nn.Module, args: tuple[object, ...], output: Any) -> None:
         streams["a"] = streams["h"] + behind(owners[attention], family, "attention", output[0])
 
-    def leave(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
+    def leave(layer: nn.Module, args: tuple[object, ...], output: Any) -> None:
         streams["out"] = hidden_of(output)
         before, after = (streams[name] for name in IMPORTANCE_TARGETS[target])
         distance_BT = 1 - F.cosine_similarity(before.double(), after.double(), dim=-1)

@@ -9,13 +9,16 @@ Shapes: B batch, T positions, E experts, d model width, g rows of the gate.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from .branches import TensorMap, reset_linear
+
+if TYPE_CHECKING:
+    from ..base.lm_head import LMHead
 
 GateOutput = dict[str, torch.Tensor]
 
@@ -184,7 +187,7 @@ class Gate(nn.Module, ABC):
             linear.weight.numel() for linear in self.children() if isinstance(linear, nn.Linear)
         )
 
-    def connect(self, lm_head: Any) -> None:
+    def connect(self, lm_head: LMHead) -> None:
         """Take the model's `base.lm_head.LMHead`, where `reads_logits`."""
 
     def fit(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 class TargetTraits:
@@ -39,7 +39,7 @@ class TargetTraits:
     per_pair: ClassVar[bool] = False
     reads_ids: ClassVar[bool] = False
     row_wise: ClassVar[bool] = False
-    fixed: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    fixed: ClassVar[Mapping[str, object]] = MappingProxyType({})
 
     @property
     def skips_attention(self) -> bool:

@@ -175,7 +175,9 @@ class RunReport:
     def timed(self, part: str) -> Mapping[str, Mapping[str, Any]]:
         """Measured rows of prefill or decode by the budget's number as text;
         empty where there are none."""
-        found: Mapping[str, Mapping[str, Any]] = (self.bench or {}).get(part, {}).get("budgets", {})
+        found: Mapping[str, Mapping[str, object]] = (
+            (self.bench or {}).get(part, {}).get("budgets", {})
+        )
         return found
 
     @property

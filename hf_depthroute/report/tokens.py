@@ -127,7 +127,7 @@ def run_data(
     loss: Sequence[float] | None = None,
     dense_loss: Sequence[float] | None = None,
     prompt_length: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """One text under one budget. Padding is left out.
 
     Returns:

@@ -63,7 +63,7 @@ def routings_of(model: nn.Module) -> list[Routing]:
     return list(stack.routed)
 
 
-def one_change(model: nn.Module) -> AbstractContextManager[Any]:
+def one_change(model: nn.Module) -> AbstractContextManager[object]:
     """Inside the block no other thread changes `model` by what takes this block:
     their changes wait for its end.
 

@@ -92,7 +92,7 @@ class RoutingCallback(TrainerCallback):
 
     def on_log(
         self,
-        args: Any,
+        args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         logs: Any = None,

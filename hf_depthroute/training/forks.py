@@ -299,7 +299,7 @@ def _counted(prefix: Prefix, labels_BT: torch.Tensor) -> torch.Tensor:
     return F.pad(predicting(labels_BT, prefix.context.token_mask), (0, 1))
 
 
-def _repeated(kwargs: Kwargs, batch: int, count: int) -> dict[str, Any]:
+def _repeated(kwargs: Kwargs, batch: int, count: int) -> Kwargs:
     """A layer's arguments for `count` times the batch."""
     repeated = {name: _repeat(value, batch, count) for name, value in kwargs.items()}
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):  # where documents end, over all rows in a line

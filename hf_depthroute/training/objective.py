@@ -155,7 +155,7 @@ class RoutingObjective:
         """The labels that are due at this step."""
         a = self.arguments
         step = self._step
-        due: dict[str, Any] = {}
+        due: dict[str, object] = {}
         if (
             a.uses_oracle()
             and step >= a.oracle_warmup

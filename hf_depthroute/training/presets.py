@@ -40,11 +40,11 @@ class Preset:
     title: str
     identifier: str
     adapter: Mapping[str, Any]
-    training: Mapping[str, Any]
+    training: Mapping[str, object]
     note: str = ""
 
 
-def _losses(**weights: float) -> dict[str, Any]:
+def _losses(**weights: float) -> dict[str, object]:
     """The language-model loss and these terms, and no other."""
     named = dict.fromkeys(OWN_LOSSES, 0.0) | {"lm": 1.0} | weights
     return {f"{name}_weight": weight for name, weight in named.items()}
@@ -95,15 +95,15 @@ _ROUTER_TUNING: dict[str, Any] = {
     "identifier": "arXiv:2410.13184",
     "training": _losses(capacity=0.1) | {"learning_rate": 2e-4} | _AUTHORS_SCHEDULE,
 }
-_ROUTER_TUNING_ADAPTER: dict[str, Any] = {
+_ROUTER_TUNING_ADAPTER: dict[str, object] = {
     "gate": "linear",
     "gate_temperature": 1.0,
     "threshold": 0.0,
     "selection": "threshold",
     "branch": "none",
 }
-_TOKEN_FFN: dict[str, Any] = {"target": "ffn", "granularity": "token"}
-_COSINE: dict[str, Any] = {
+_TOKEN_FFN: dict[str, object] = {"target": "ffn", "granularity": "token"}
+_COSINE: dict[str, object] = {
     "weight_decay": 0.1,
     "adam_beta2": 0.95,
     "lr_scheduler_type": "cosine",

@@ -54,10 +54,10 @@ class Run:
 
     def record(
         self, model: nn.Module, adapter_name: str, before: Mapping[str, object] | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """The record of the training, or `before` where none is remembered,
         with what the thresholds let run full."""
-        record: dict[str, Any] = dict(
+        record: dict[str, object] = dict(
             (self.training if self.training is not None else before) or {}
         )
         shares = {}
