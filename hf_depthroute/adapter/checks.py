@@ -49,7 +49,8 @@ def check_injection(model: nn.Module, name: str, config: PeftConfig, stack: Stac
         ConfigError: The adapter cannot be added to this model.
         AdapterMismatchError: It was made for another base.
     """
-    family, layers = stack.family, stack.layers
+    family = stack.family
+    layers = stack.layers
     if any(hasattr(parameter, "ds_id") for parameter in layers[0].parameters()):
         raise ConfigError(
             "DeepSpeed ZeRO-3 has split the base's weights already, so the adapter cannot be sized "
@@ -123,7 +124,8 @@ def _check_parts(
 def default_rank(config: DepthRouteConfig, width: int, ffn: Any, layer_index: int = -1) -> int:
     """The rank of a layer's branch where the configuration names none; by default,
     of the layers without a pattern."""
-    branch, neurons = config.branch_of(layer_index), neurons_of(ffn)
+    branch = config.branch_of(layer_index)
+    neurons = neurons_of(ffn)
     if branch == "swiglu":
         return default_width(neurons or 4 * width)
     return max(1, width // 8 if branch != "neurons" or neurons is None else neurons // 4)
@@ -131,7 +133,8 @@ def default_rank(config: DepthRouteConfig, width: int, ffn: Any, layer_index: in
 
 def _check_neurons(config: DepthRouteConfig, family: Family, layers: Any, index: int) -> None:
     """Raise `ConfigError` where a layer's FFN has no neurons to take, or too few."""
-    count, wanted = neurons_of(getattr(layers[index], family.ffn)), config.rank_of(index)
+    count = neurons_of(getattr(layers[index], family.ffn))
+    wanted = config.rank_of(index)
     if count is None:
         raise ConfigError(
             f"branch='neurons': the FFN of layer {index} has no up_proj, act_fn and down_proj of "

@@ -79,7 +79,8 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Forward pre-hook of the decoder stack: give the layers, by one keyword,
     what only the stack knows."""
     stack: RoutedStack = getattr(decoder, STACK)
-    inputs, family = _inputs(args, kwargs), stack.family
+    inputs = _inputs(args, kwargs)
+    family = stack.family
     if not family.passes_keywords:
         _handed_down.set(None)
     if inputs is None:
@@ -99,7 +100,9 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         for routing in active:
             routing.forget_prepared()
     real = token_mask_of(args, kwargs)
-    last, ids, starts = None, None, None
+    last = None
+    ids = None
+    starts = None
     steps: Mapping[nn.Module, Step] | None = None
     tails = {config.last_in_full for config in active.values() if config.phases == "prefill"}
     if len(tails) > 1:
@@ -136,7 +139,9 @@ def _of_shape(
             f"in_full has shape {tuple(in_full.shape)}, the input {tuple(inputs.shape[:2])}"
         )
     in_full = in_full.to(inputs.device)
-    return in_full if real is None else in_full & real
+    if real is None:
+        return in_full
+    return in_full & real
 
 
 def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,11 +201,18 @@ def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
         return _of_new_tokens(mask, length, kwargs)
     if mask.ndim == 4 and length > 1:
         cache = kwargs.get("past_key_values")
-        past = 0 if cache is None else int(cache.get_seq_length())
-        allowed = mask if mask.dtype == torch.bool else mask == 0
+        past = 0
+        if cache is not None:
+            past = int(cache.get_seq_length())
+        if mask.dtype == torch.bool:
+            allowed = mask
+        else:
+            allowed = mask == 0
         # A position that no query may look at is padding.
         real = allowed[:, 0, :, past : past + length].any(dim=1).expand(batch, -1)
-        return real if real.shape[1] == length else None
+        if real.shape[1] == length:
+            return real
+        return None
     return None
 
 
@@ -211,8 +223,11 @@ def _of_new_tokens(mask: torch.Tensor, length: int, kwargs: dict[str, Any]) -> t
     A mask may be longer, as one that was made for a whole static cache. In one that is shorter,
     they come last.
     """
-    spare, cache = mask.shape[1] - length, cache_of(kwargs)
-    past = 0 if cache is None else cache.get_seq_length()
+    spare = mask.shape[1] - length
+    cache = cache_of(kwargs)
+    past = 0
+    if cache is not None:
+        past = cache.get_seq_length()
     if not isinstance(past, torch.Tensor):
         start = min(past, spare)
         return mask[:, start : start + length].bool()
@@ -229,7 +244,9 @@ def last_tokens_of(
     Packed rows hold several sequences; of a shorter one it is all of its tokens.
     """
     ends = _ends_of(inputs, token_mask, kwargs)
-    return ends if count == 1 else tail_mask(ends, count, token_mask)
+    if count == 1:
+        return ends
+    return tail_mask(ends, count, token_mask)
 
 
 def _ends_of(
@@ -237,7 +254,8 @@ def _ends_of(
 ) -> torch.Tensor:
     """The last real token of every sequence, bool `[B, T]`."""
     last = torch.zeros(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
-    ends, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+    ends = kwargs.get("cu_seq_lens_q")
+    positions = kwargs.get("position_ids")
     if ends is not None:
         last.view(-1)[ends[1:].long() - 1] = True
         return last
@@ -277,7 +295,8 @@ def token_ids_of(
             "generate without it"
         )
     starts = None
-    ends, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+    ends = kwargs.get("cu_seq_lens_q")
+    positions = kwargs.get("position_ids")
     if ends is not None:
         starts = torch.zeros_like(inputs, dtype=torch.bool)
         starts.view(-1)[ends[:-1].long()] = True
@@ -313,7 +332,8 @@ def routed_class(base: Any, forward: Forward) -> Any:
 def _set_class(layer: Any, cls: Any) -> None:
     # accelerate keeps the bound forward of the class it found, and leaves it on the instance when
     # its hook is removed. Rebind both, or routing is silently off.
-    bound, held = ("_old_forward", "forward"), layer.__dict__
+    bound = ("_old_forward", "forward")
+    held = layer.__dict__
     stale = [
         name for name in bound if getattr(held.get(name), "__func__", None) is type(layer).forward
     ]

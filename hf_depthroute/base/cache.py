@@ -57,7 +57,10 @@ class _Keeping:
         super().reset()  # type: ignore[misc]
         self.keep = self.probs = None
         if self.tokens is not None:  # a captured graph reads where a layer of fixed size has them
-            self.tokens = None if isinstance(self, DynamicLayer) else self.tokens.fill_(_NO_TOKEN)
+            if isinstance(self, DynamicLayer):
+                self.tokens = None
+            else:
+                self.tokens = self.tokens.fill_(_NO_TOKEN)
         if self.seen is not None:
             self.seen.zero_()
 
@@ -125,24 +128,26 @@ class SkippingLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` positions; a positive number is the length to leave."""
-        self.length = (
-            min(self.length, tokens_to_remove)
-            if tokens_to_remove > 0
-            else self.length + tokens_to_remove
-        )
+        if tokens_to_remove > 0:
+            self.length = min(self.length, tokens_to_remove)
+        else:
+            self.length = self.length + tokens_to_remove
         if self.length == 0:  # the next tokens are a prompt
             self.reset()
         if self.keys is not None and self.values is not None and self.is_initialized:
-            self.keys, self.values = (
-                self.keys[..., : self.length, :],
-                self.values[..., : self.length, :],
-            )
+            self.keys = self.keys[..., : self.length, :]
+            self.values = self.values[..., : self.length, :]
         if self.tokens is not None:
             self.tokens = self.tokens[:, : self.length]
 
     def reset(self) -> None:
-        self.keys, self.values, self.is_initialized = None, None, False
-        self.keep, self.probs, self.tokens, self.length = None, None, None, 0
+        self.keys = None
+        self.values = None
+        self.is_initialized = False
+        self.keep = None
+        self.probs = None
+        self.tokens = None
+        self.length = 0
 
     def _take(self, indices: torch.Tensor) -> None:
         if self.keep is None:
@@ -150,7 +155,8 @@ class SkippingLayer(DynamicLayer):
         indices = indices.to(self.keep.device)
         if self.keys is not None and self.values is not None:
             rows = (self.keep.cumsum(0) - 1)[indices][self.keep[indices]]
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            self.keys = self.keys[rows]
+            self.values = self.values[rows]
         _change_kept(self, lambda kept: kept[indices.to(kept.device)])
 
 
@@ -175,7 +181,9 @@ def starts_prompt(kwargs: dict[str, Any], length: int) -> bool:
     if is_paged(kwargs):
         return length > 1 and int(kwargs.get("max_length_q", length)) > 1
     layers = getattr(kwargs.get("past_key_values"), "layers", None)
-    first = layers[0] if layers else None
+    first = None
+    if layers:
+        first = layers[0]
     if first is None or (
         getattr(first, "keys", None) is None and not isinstance(first, SkippingLayer)
     ):
@@ -206,13 +214,16 @@ def remember(
         layer = cache.layers[index] = SkippingLayer(getattr(layer, "tokens", None))
     else:
         layer = _keeping_layer(cache, index)
-    layer.keep, layer.probs = keep, probs
+    layer.keep = keep
+    layer.probs = probs
 
 
 def remembered(cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The decision of layer `index`, `keep` and `probs`, each `[B]`; None before there is one."""
     layer = cache_layer(cache, index)
-    return None if getattr(layer, "keep", None) is None else (layer.keep, layer.probs)
+    if getattr(layer, "keep", None) is None:
+        return None
+    return layer.keep, layer.probs
 
 
 def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
@@ -222,17 +233,20 @@ def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
     they are.
     """
     layer = _keeping_layer(cache, index)
-    held, last = layer.tokens, tokens[:, -1:]
+    held = layer.tokens
+    last = tokens[:, -1:]
     grows = isinstance(layer, DynamicLayer)
     if grows:
-        layer.tokens = (
-            tokens if held is None else torch.cat([held.to(tokens.device), tokens], dim=1)
-        )
+        if held is None:
+            layer.tokens = tokens
+        else:
+            layer.tokens = torch.cat([held.to(tokens.device), tokens], dim=1)
     elif held is not None and held.shape == last.shape:
         held.copy_(last)
         layer.seen.add_(tokens.shape[1])
     else:
-        layer.tokens, layer.seen = last.clone(), torch.tensor(tokens.shape[1], device=last.device)
+        layer.tokens = last.clone()
+        layer.seen = torch.tensor(tokens.shape[1], device=last.device)
         if not torch.compiler.is_compiling():
             for kept in (layer.tokens, layer.seen):
                 # As transformers marks the keys, for CUDA graphs.
@@ -250,7 +264,9 @@ def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
     layer = cache_layer(cache, index)
     tokens: torch.Tensor | None = getattr(layer, "tokens", None)
     seen: torch.Tensor | None = getattr(layer, "seen", None)
-    known = 0 if tokens is None else tokens.shape[1]
+    known = 0
+    if tokens is not None:
+        known = tokens.shape[1]
     if seen is None:
         missing = layer is not None and layer.get_seq_length() != known
     else:
@@ -262,7 +278,9 @@ def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
             "this KV cache was filled without the adapter's memory, which has to know its tokens; "
             "start a new cache"
         )
-    return tokens[:, -1] if tokens is not None and known else None
+    if tokens is not None and known:
+        return tokens[:, -1]
+    return None
 
 
 def kv_cache_bytes(cache: Any) -> int:
@@ -288,7 +306,8 @@ def _keeping_layer(cache: Any, index: int) -> Any:
     layer = cache_layer(cache, index)
     if not isinstance(layer, _Keeping | SkippingLayer):
         cls = _keeping(layer.__class__)
-        state, layer = layer.__dict__, cls.__new__(cls)
+        state = layer.__dict__
+        layer = cls.__new__(cls)
         layer.__dict__ = state
         cache.layers[index] = layer
     return layer

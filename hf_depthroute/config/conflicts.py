@@ -69,11 +69,10 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
                 "use ffn, attention or block per token"
             )
         if gate.static or gate.exits:
-            instead = (
-                "all routed layers are static"
-                if gate.static
-                else "who has left stays out of all later layers"
-            )
+            if gate.static:
+                instead = "all routed layers are static"
+            else:
+                instead = "who has left stays out of all later layers"
             yield f"static_layers is not supported with gate={c.gate!r}: {instead}"
         if not c.takes_budget():
             yield (
@@ -146,9 +145,13 @@ def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
         yield f"branch_pattern={c.branch_pattern!r} is for {known}, not with branch={c.branch!r}"
     named = {index for name in PATTERNS for index in getattr(c, name) or ()}
     for index in (-1, *sorted(named)):  # -1: any other layer
-        target, branch = c.target_of(index), c.branch_of(index)
+        target = c.target_of(index)
+        branch = c.branch_of(index)
         if branch == "neurons" and not TARGETS[target].skips_ffn:
-            where = "" if index < 0 else f"layer {index}: "
+            if index < 0:
+                where = ""
+            else:
+                where = f"layer {index}: "
             yield (
                 f"{where}branch='neurons' is made of the FFN; it is not supported with "
                 f"target={target!r}"

@@ -79,7 +79,9 @@ class AdapterFields(RoutingFields):
     def fixed_threshold(self) -> float | None:
         """The score that every routed layer compares with;
         None if the layer's own table gives it."""
-        return None if isinstance(self.threshold, str) else self.threshold
+        if isinstance(self.threshold, str):
+            return None
+        return self.threshold
 
     @property
     def last_in_full(self) -> int:
@@ -89,7 +91,9 @@ class AdapterFields(RoutingFields):
 
     def gate_of(self, layer_index: int) -> str:
         """The gate of a routed layer: `"none"` in a static one."""
-        return "none" if layer_index in (self.static_layers or ()) else self.gate
+        if layer_index in (self.static_layers or ()):
+            return "none"
+        return self.gate
 
     def target_of(self, layer_index: int) -> str:
         """The target of a routed layer."""
@@ -165,7 +169,10 @@ class AdapterFields(RoutingFields):
                 self.threshold = gate.default_threshold
             ranked = self.granularity == "token" and self.budget_scope == "layer"
             unranked = gate.default_selection == "topk" and not ranked
-            self.selection = "threshold" if unranked else gate.default_selection
+            if unranked:
+                self.selection = "threshold"
+            else:
+                self.selection = gate.default_selection
 
     def routed_layers(self, depth: int) -> list[int]:
         """Indices of the routed layers of a model with `depth` decoder layers, ascending.
@@ -197,17 +204,21 @@ class AdapterFields(RoutingFields):
             if self.layers == "all":
                 return list(range(depth))
             rule, number = self.layers.split(":")
-            count = max(1, depth // 2) if number == "half" else int(number)
-            end = depth - 1 if rule == "before_last" else depth
+            if number == "half":
+                count = max(1, depth // 2)
+            else:
+                count = int(number)
+            if rule == "before_last":
+                end = depth - 1
+            else:
+                end = depth
             if count > end:
                 raise ConfigError(
                     f"layers={self.layers!r}: the model has only {depth} decoder layers"
                 )
-            return (
-                list(range(depth))[count - 1 :: count]
-                if rule == "every"
-                else list(range(end - count, end))
-            )
+            if rule == "every":
+                return list(range(depth))[count - 1 :: count]
+            return list(range(end - count, end))
         outside = [i for i in self.layers if i >= depth]
         if outside:
             raise ConfigError(

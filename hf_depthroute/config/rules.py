@@ -124,11 +124,10 @@ def check_known(given: dict[str, Any], known: list[str]) -> None:
     for name in given:
         if name not in known:
             close = closest(str(name), known)
-            hint = (
-                f"did you mean {close}?"
-                if close
-                else "was it saved by a newer version? Then upgrade."
-            )
+            if close:
+                hint = f"did you mean {close}?"
+            else:
+                hint = "was it saved by a newer version? Then upgrade."
             hint = OTHER_METHODS.get(str(name), hint)
             raise ConfigError(f"there is no field {reprlib.repr(name)} in DepthRouteConfig; {hint}")
 
@@ -137,7 +136,10 @@ def _check_format(version: Any, library: Any) -> None:
     _check_int("format_version", version, 1, 1_000_000)
     if version > FORMAT_VERSION:
         known = isinstance(library, str) and _VERSION.fullmatch(library)
-        needed = f"hf_depthroute {library}" if known else "a newer one"
+        if known:
+            needed = f"hf_depthroute {library}"
+        else:
+            needed = "a newer one"
         raise ConfigError(
             f"format_version={version}: hf_depthroute reads up to {FORMAT_VERSION} here; upgrade: "
             f"{needed} saved this"
@@ -190,16 +192,19 @@ def check_given(c: DepthRouteConfig) -> None:
     require(described, "base_architecture", base, _AS_SAVED)
     _check_gate(c)
     for name in PATTERNS:
-        pattern, values = getattr(c, name), CHOICES.get(name.removesuffix("_pattern"))
+        pattern = getattr(c, name)
+        values = CHOICES.get(name.removesuffix("_pattern"))
         mapped = pattern is None or (
             isinstance(pattern, dict) and pattern and _are_indices([*pattern], 4096)
         )
         require(mapped, name, pattern, "must map layer indices to values, or be left out")
         for value in (pattern or {}).values():
-            fits = _is_int(value, 1, 262144) if values is None else value in list(values)
-            known = (
-                "an integer from 1 to 262144" if values is None else f"one of: {', '.join(values)}"
-            )
+            if values is None:
+                fits = _is_int(value, 1, 262144)
+                known = "an integer from 1 to 262144"
+            else:
+                fits = value in list(values)
+                known = f"one of: {', '.join(values)}"
             require(fits, name, pattern, f"has {reprlib.repr(value)}; use {known}")
     for name, allowed in CHOICES.items():
         _check_choice(name, getattr(c, name), allowed)
@@ -281,7 +286,10 @@ def _check_gate(c: DepthRouteConfig) -> None:
             "is no subclass of hf_depthroute.parts.gate.Gate; derive its class from it",
         )
         return
-    package = "no package" if c.gate_package is None else f"the package {c.gate_package}"
+    if c.gate_package is None:
+        package = "no package"
+    else:
+        package = f"the package {c.gate_package}"
     raise ConfigError(
         f"gate={reprlib.repr(c.gate)} is not hf_depthroute's own, and nothing has registered it "
         f"here; the file names {package}, module {c.gate_module}: install that if you trust it, "
@@ -292,7 +300,9 @@ def _check_gate(c: DepthRouteConfig) -> None:
 def module_of(gate: Any) -> str | None:
     """The module of a gate that is not hf_depthroute's own; None for those of this package."""
     module: str = gate.__module__
-    return None if module.partition(".")[0] == __name__.partition(".")[0] else module
+    if module.partition(".")[0] == __name__.partition(".")[0]:
+        return None
+    return module
 
 
 @functools.cache

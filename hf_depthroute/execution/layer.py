@@ -79,7 +79,9 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         record = RouteRecord(mask, scores, probs, context.token_mask, plan.budget, named, *state)
         for trace in plan.recorders:
             trace[routing.layer_index] = record
-    return (outputs[0], next(iter(weights), None)) if routing.family.returns_weights else outputs[0]
+    if routing.family.returns_weights:
+        return outputs[0], next(iter(weights), None)
+    return outputs[0]
 
 
 def _outputs(
@@ -162,7 +164,9 @@ def routed_call(
     target = target_of(plan).of_call(routing, plan, hidden_states, context, kwargs)
     stream = target.enter(layer, routing.family, hidden_states, kwargs)
     call = call_on_stream(layer, plan, target, stream, context.token_mask, kwargs, decides)
-    return call if ngrams is None else replace(call, ngrams=ngrams)
+    if ngrams is None:
+        return call
+    return replace(call, ngrams=ngrams)
 
 
 def call_on_stream(
@@ -185,7 +189,10 @@ def call_on_stream(
         normed = target.norm(layer, routing.family, stream)
     decision = None
     if decides:
-        gate_input = stream if reads_stream or normed is None else normed
+        if reads_stream or normed is None:
+            gate_input = stream
+        else:
+            gate_input = normed
         if plan.config.granularity == "sequence":
             decision = decide_sequences(layer, plan, gate_input, token_mask, kwargs)
         else:

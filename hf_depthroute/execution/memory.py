@@ -29,7 +29,8 @@ def ngrams_of(layer_index: int, order: int, context: ForwardContext, kwargs: Kwa
     Raises:
         ValueError: The context has no token ids, or the cache was filled without the memory.
     """
-    ids, token_mask = context.token_ids, context.token_mask
+    ids = context.token_ids
+    token_mask = context.token_mask
     if ids is None:
         raise ValueError(
             f"layer {layer_index}: its memory needs the token ids; call the whole model"
@@ -41,8 +42,10 @@ def ngrams_of(layer_index: int, order: int, context: ForwardContext, kwargs: Kwa
     if cache is None:
         return ngrams
     before = last_tokens(cache, layer_index, ngrams.shape[-1] - 1)
-    before = None if before is None else before.to(ngrams.device)
-    ngrams = ngrams if before is None else continued(ngrams, before)
+    if before is not None:
+        before = before.to(ngrams.device)
+    if before is not None:
+        ngrams = continued(ngrams, before)
     held = ngrams[..., :-1]
     if token_mask is not None and token_mask.shape[1] > 1:
         held = over_padding(held, token_mask.to(held.device), before)

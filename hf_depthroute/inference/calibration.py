@@ -65,7 +65,8 @@ def calibrate(
         ConfigError: `budget` is out of range.
     """
     routings = _budgeted_routings(model)
-    config, state = routings[0].active_config(), state_of(model)
+    config = routings[0].active_config()
+    state = state_of(model)
     budget = check_budget(config.budget if budget is None else budget)
     kept = list(model_inputs(model, batches))
     if not _holds_tokens(kept):
@@ -133,8 +134,10 @@ def calibrate_budgets(
         ConfigError: A budget is out of range.
     """
     routings = _budgeted_routings(model)
-    config, state = routings[0].active_config(), state_of(model)
-    own, kept = config.budget, list(model_inputs(model, batches))
+    config = routings[0].active_config()
+    state = state_of(model)
+    own = config.budget
+    kept = list(model_inputs(model, batches))
     if not is_calibrated(model):
         raise ValueError(f"calibrate_budgets: {NOT_FITTED}")
     if not _holds_tokens(kept):
@@ -329,6 +332,9 @@ def _scores(
 def _without_logits(model: nn.Module) -> dict[str, Any]:
     """Arguments of a pass that nothing but the decisions is read from;
     a classifier has no choice of logits."""
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(model, PeftModel):
+        base: Any = model.get_base_model()
+    else:
+        base = model
     chosen = "logits_to_keep" in inspect.signature(base.forward).parameters
     return {"use_cache": False} | ({"logits_to_keep": 1} if chosen else {})

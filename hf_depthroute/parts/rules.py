@@ -82,7 +82,10 @@ class Soft(Rule):
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
         if not context.weighs:
             return super().decide(scores, context)
-        mask = torch.ones_like(scores, dtype=torch.bool) if context.real is None else context.real
+        if context.real is None:
+            mask = torch.ones_like(scores, dtype=torch.bool)
+        else:
+            mask = context.real
         return mask, context.probs
 
 
@@ -95,7 +98,9 @@ class TopK(Rule):
     compares = False
 
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
-        real = None if context.real is None else context.real.flatten(1)
+        real = None
+        if context.real is not None:
+            real = context.real.flatten(1)
         return topk_mask(scores.detach().flatten(1), context.budget, real).view(
             scores.shape
         ), context.probs
@@ -108,7 +113,11 @@ class Gumbel(Rule):
     compares = False
 
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
-        drawn = scores[:, :1] if context.per_sequence else scores  # a sequence is decided once
+        # a sequence is decided once
+        if context.per_sequence:
+            drawn = scores[:, :1]
+        else:
+            drawn = scores
         noise = (
             torch.empty_like(drawn).exponential_().log()
             - torch.empty_like(drawn).exponential_().log()
@@ -192,7 +201,10 @@ def topk_mask(
     Returns:
         Bool `[B, T]`.
     """
-    real = torch.ones_like(scores_BT, dtype=torch.bool) if token_mask_BT is None else token_mask_BT
+    if token_mask_BT is None:
+        real = torch.ones_like(scores_BT, dtype=torch.bool)
+    else:
+        real = token_mask_BT
     count_B = budget_count(budget, real.sum(dim=-1))
     eligible = real & ~scores_BT.isnan()
     # Stable sorts, least significant key first: by score, then eligible tokens before the others.
@@ -217,7 +229,9 @@ def threshold_mask(
     Bool `[B, T]`.
     """
     mask = scores_BT >= threshold
-    return mask if token_mask_BT is None else mask & token_mask_BT
+    if token_mask_BT is None:
+        return mask
+    return mask & token_mask_BT
 
 
 def tail_mask(
@@ -230,7 +244,10 @@ def tail_mask(
         count: At least 1.
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
     """
-    real = torch.ones_like(ends) if token_mask is None else token_mask
+    if token_mask is None:
+        real = torch.ones_like(ends)
+    else:
+        real = token_mask
     behind = real.flip(1).cumsum(1)  # from right to left: the real tokens from here on
     behind_the_end = torch.where(ends.flip(1), behind, 0).cummax(1).values
     # Rows after the last end are of no sequence.

@@ -33,10 +33,15 @@ def decide(
     Raises:
         ValueError: The decision to replay has another shape.
     """
-    last, routed = plan.last_tokens, token_mask
+    last = plan.last_tokens
+    routed = token_mask
     if last is not None:
-        routed = ~last if token_mask is None else token_mask & ~last
-    mask, probs = None, torch.sigmoid(scores / plan.temperature)
+        if token_mask is None:
+            routed = ~last
+        else:
+            routed = token_mask & ~last
+    mask = None
+    probs = torch.sigmoid(scores / plan.temperature)
     if plan.replayed is not None:
         if plan.replayed.shape != scores.shape:
             raise ValueError(
@@ -60,7 +65,10 @@ def decide(
             dropped=plan.config.experts_dropped_in(layer_index),
         )
         # Of a budget of 1, which no score fails to reach.
-        rule = "threshold" if plan.rule == "full" else plan.rule
+        if plan.rule == "full":
+            rule = "threshold"
+        else:
+            rule = plan.rule
         mask, probs = RULES[rule].decide(scores, context)
     if last is None:
         return mask, probs

@@ -122,7 +122,8 @@ def plan_of(
     name = routing.adapter()
     if name is None:
         return None
-    config, settings = routing.config(name), routing.state.settings
+    config = routing.config(name)
+    settings = routing.state.settings
     asked = Asked(config.budget, config.fixed_threshold, cast(float, config.gate_temperature))
     executor = settings.executor
     if (
@@ -135,7 +136,8 @@ def plan_of(
     prompts_only = config.phases == "prefill" and (
         told or (not training and settings.selection is None)
     )
-    last_tokens = last_tokens if prompts_only else None
+    if not prompts_only:
+        last_tokens = None
     only_last = prompts_only and not told and rows[1] <= config.last_in_full
     now = None
     if not (training or settings.recorders or settings.replay is not None):
@@ -144,7 +146,9 @@ def plan_of(
         now = version_key(table, None if controller is None else controller.threshold)
     if now is None:
         made = make_plan(routing, name, config, asked, training, executor, last_tokens, only_last)
-        return replace(made, kept=kept) if made.gate.exits else made
+        if made.gate.exits:
+            return replace(made, kept=kept)
+        return made
     stamped = asked, now
     key = (name, executor, only_last, settings.budget, settings.selection)
     held = routing.derived.get(key)
@@ -165,7 +169,9 @@ def plan_of(
     plan: RoutePlan = held[1]
     if plan.gate.exits:
         plan = replace(plan, kept=kept)
-    return plan if last_tokens is None else replace(plan, last_tokens=last_tokens)
+    if last_tokens is None:
+        return plan
+    return replace(plan, last_tokens=last_tokens)
 
 
 def make_plan(
@@ -183,7 +189,8 @@ def make_plan(
 
     `last_tokens` run full whatever the rule says; `only_last`: there are no others in this pass.
     """
-    settings, state = routing.state.settings, routing.state
+    settings = routing.state.settings
+    state = routing.state
     budget = state.budget(asked.budget, training)
     threshold: torch.Tensor | float = -torch.inf
     if asked.fixed_threshold is not None:
@@ -203,8 +210,10 @@ def make_plan(
         rule = "soft"
     elif settings.selection or training:
         rule = settings.selection or cast(str, config.selection)
+    elif config.causal_rule == "predictor":
+        rule = "predictor"
     else:
-        rule = "predictor" if config.causal_rule == "predictor" else "threshold"
+        rule = "threshold"
     mix = _mix_of(gate, config.scale_by_gate, rule)
     everything = not training and rule == "threshold" and mix == "hard" and budget >= 1.0
     everything = (
@@ -213,7 +222,9 @@ def make_plan(
     if only_last:
         mix = "hard"
         if replayed is None:  # as with a budget of 1, whatever decides elsewhere
-            rule, threshold, everything = "threshold", -torch.inf, True
+            rule = "threshold"
+            threshold = -torch.inf
+            everything = True
     if (executor == "full" and not training) or (everything and not settings.recorders):
         rule = "full"
     return RoutePlan(
@@ -241,7 +252,9 @@ def _replayed_of(gate: type[Gate], record: RouteRecord | None) -> torch.Tensor |
     """The decision of `record` that a layer with such a gate takes instead of its own."""
     if record is None:
         return None
-    return record.probs if gate.soft else record.mask
+    if gate.soft:
+        return record.probs
+    return record.mask
 
 
 def _mix_of(gate: type[Gate], scale_by_gate: bool, rule: str) -> str:
@@ -252,7 +265,9 @@ def _mix_of(gate: type[Gate], scale_by_gate: bool, rule: str) -> str:
         return "scaled_ffn"
     if scale_by_gate:
         return "scaled"
-    return "soft" if rule == "soft" else "hard"
+    if rule == "soft":
+        return "soft"
+    return "hard"
 
 
 def _extras(

@@ -134,7 +134,10 @@ def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> to
     NaN scores are left out. Without a single entry, the result is NaN.
     """
     flat = scores.detach().float().reshape(-1)
-    valid = ~flat.isnan() if keep is None else keep.reshape(-1) & ~flat.isnan()
+    if keep is None:
+        valid = ~flat.isnan()
+    else:
+        valid = keep.reshape(-1) & ~flat.isnan()
     count = valid.sum()
     ordered = torch.where(valid, flat, torch.inf).sort().values
     last = (count - 1).clamp(min=0)
@@ -175,10 +178,8 @@ def table_through(knots: Mapping[float, float], fixed: float, size: int) -> torc
     """A table `[size]` through the knots `{level: score}`, linear in between, never falling,
     exact at level `fixed`."""
     levels = np.array(sorted(knots))
-    scores, middle = (
-        np.array([knots[level] for level in levels]),
-        int(np.searchsorted(levels, fixed)),
-    )
+    scores = np.array([knots[level] for level in levels])
+    middle = int(np.searchsorted(levels, fixed))
     _never_falling(scores, middle, middle)
     table = np.interp(np.linspace(0, 1, size), levels, scores)
     position = fixed * (size - 1)
@@ -207,7 +208,8 @@ def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[to
         device = records[0].scores.device
         scores = torch.cat([record.scores.reshape(-1).to(device) for record in records])
         keep = torch.cat([record.real.reshape(-1).to(device) for record in records])
-        tables, counts = [quantile_table(scores, keep)], [keep.sum()]
+        tables = [quantile_table(scores, keep)]
+        counts = [keep.sum()]
     else:
         tables = [quantile_table(record.scores, record.real) for record in records]
         counts = [record.real.sum() for record in records]
@@ -219,4 +221,6 @@ def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[to
             torch.cat([tables_CQ.nan_to_num() * counts_C1, counts_C1], dim=1)
         )
         tables = list(shared[:, :-1] / shared[:, -1:])  # NaN where no process has a real token
-    return tables * len(records) if pooled else tables
+    if pooled:
+        return tables * len(records)
+    return tables

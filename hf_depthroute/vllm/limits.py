@@ -162,11 +162,9 @@ def check_engine(vllm_config: Any) -> None:
     Raises:
         ConfigError: Which option, and why.
     """
-    model, parallel, load = (
-        vllm_config.model_config,
-        vllm_config.parallel_config,
-        vllm_config.load_config,
-    )
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    load = vllm_config.load_config
     compilation = vllm_config.compilation_config
     # Not chosen yet: `model.prepare` chooses.
     graphs = getattr(compilation.cudagraph_mode, "name", None)
