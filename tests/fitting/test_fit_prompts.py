@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from peft import PeftModel
 from text_models import save_base, write_text
 
 from hf_depthroute import DepthRouteConfig, fit_router, record_routes
+from hf_depthroute.base.lm_head import logits_at
 from hf_depthroute.base.stack import stack_of
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import prompts_of, token_mask
@@ -474,3 +476,32 @@ def test_the_command_fits_prompts(tmp_path: Path) -> None:
     assert json.loads((out / "adapter_config.json").read_text())["phases"] == "prefill"
     ended = run(*words, "--out", tmp_path / "other", "--target", "block")
     assert ended.code == 2 and "target='block': of prompts it is found" in ended.err
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6, 24, 30, 100])
+def test_every_option_is_timed_often_enough_and_no_longer_than_each_layer_has_had_all(layers: int) -> None:
+    options = [Option("ffn", "lowrank", rank) for rank in range(7)]
+    of_layers = {index: dict.fromkeys(options[:6], StaticFit(0.0, 0.0, 0.0)) for index in range(layers)}
+    of_layers[layers // 2][options[6]] = StaticFit(0.0, 0.0, 0.0)  # which no other layer has
+    rounds = option_times._rounds(of_layers)
+    timed = Counter(taken for number in range(rounds) for taken in option_times._options_of(of_layers, number).values())
+    assert all(timed[option] >= 12 for option in options[:6])
+    assert timed[options[6]] >= 1
+
+    del of_layers[layers // 2][options[6]]
+    assert option_times._rounds(of_layers) == {1: 84, 2: 42, 6: 14, 24: 4, 30: 3, 100: 3}[layers]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_logits_of_some_positions_are_those_of_the_whole_pass(family: str) -> None:
+    base, ids = build_base(family), tokens(3, 20, seed=2)
+    behind = prompts_of({"input_ids": ids})[1]
+    behind[1] = False
+    with torch.no_grad():
+        whole = base(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(logits_at(base, {"input_ids": ids}, behind), whole[behind])
+        kept = []
+        head = base.get_output_embeddings().register_forward_hook(lambda m, args, out: kept.append(out.shape[1]))
+        logits_at(base, {"input_ids": ids}, behind)
+        head.remove()
+    assert kept == [int(behind[0].sum())]  # of 20
