@@ -69,6 +69,9 @@ def _unhook(module: nn.Module, function: Any) -> None:
 def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of the decoder stack: give the layers, by one keyword, what only the stack knows."""
     stack: RoutedStack = getattr(decoder, STACK)
+    given = kwargs
+    if len(args) > 1:  # a bare decoder may be given its mask by place
+        kwargs = dict(zip(inspect.signature(decoder.forward).parameters, args)) | kwargs
     inputs, family = _inputs(args, kwargs), stack.family
     if not family.passes_keywords:
         _handed_down.set(None)
@@ -77,8 +80,9 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     active = _active(stack)  # asked once: another thread may turn the adapter off, or another one on
     if _splits_a_packed_row(active, inputs, kwargs):
         raise ConfigError(
-            "granularity='sequence' decides once for a row, and this row holds several sequences: turn packing "
-            "(padding-free batches, continuous batching) off, or route with granularity='token'"
+            "granularity='sequence' and causal_rule='running' decide by a row, and this row holds several sequences: "
+            "turn packing (padding-free batches, continuous batching) off, or route with granularity='token' and "
+            "causal_rule='quantile'"
         )
     if decoder.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         warn_of_training(decoder, active, inputs)
@@ -108,7 +112,7 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not family.passes_keywords:
         _handed_down.set(context)
         return None
-    return args, {**kwargs, CONTEXT: context}
+    return args, {**given, CONTEXT: context}
 
 
 def _of_shape(in_full: torch.Tensor, inputs: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
@@ -130,7 +134,7 @@ def _splits_a_packed_row(active: dict[Routing, DepthRouteConfig], inputs: torch.
     positions = kwargs.get("position_ids")
     if not told and (positions is None or kwargs.get("attention_mask") is not None or inputs.shape[1] == 1):
         return False
-    if all(config.granularity == "token" for config in active.values()):
+    if not any(config.granularity == "sequence" or config.causal_rule == "running" for config in active.values()):
         return False
     return told or positions is None or bool(breaks_of(positions).any())
 

@@ -51,7 +51,9 @@ class FitOptions(o.TextOptions, o.BaseOptions):
     memory_width: Annotated[int, "Branch memory: width of a slot."] = RoutingFields.memory_width
     memory_heads: Annotated[int, "Branch memory: hashes of every order."] = RoutingFields.memory_heads
     ngram_order: Annotated[int, "Branch memory: tokens of the longest n-gram."] = RoutingFields.ngram_order
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is fitted; the best round is kept.")] = 2
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="How often everything is fitted, by default 2; the best round is kept.")
+    ] = None
     blocks: Annotated[int, typer.Option(min=2, help="Blocks of text to fit on.")] = 64
     split: Annotated[str, "Split to fit on."] = "train"
     seed: Annotated[int, "Seed of the adapter."] = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -60,6 +61,7 @@ class AdapterFields(RoutingFields):
     trainable_token_indices: list[int] | None = None
     gate_package: str | None = field(default=None, repr=False)
     gate_module: str | None = field(default=None, repr=False)
+    layer_shares: dict[int, float] | None = field(default=None, repr=False)
     base_architecture: dict[str, Any] | None = field(default=None, repr=False)
     format_version: int = FORMAT_VERSION
     library_version: str | None = None
@@ -123,9 +125,30 @@ class AdapterFields(RoutingFields):
         return (share * gated + depth - len(routed)) / depth
 
     def takes_budget(self) -> bool:
-        """Whether inference follows the budget: there is a gate, and its threshold comes from a quantile table."""
+        """Whether inference follows the budget: there is a gate, and it goes by the quantiles of its scores."""
         static = GATES[self.gate].static
-        return not static and self.fixed_threshold is None and self.causal_rule == "quantile"
+        return not static and self.fixed_threshold is None and self.causal_rule != "predictor"
+
+    def share_shift(self, layer_index: int) -> float:
+        """From the log-odds of a budget to those of the share of a gated layer, which holds it with the others.
+
+        Raises:
+            ConfigError: It is not known what the layer's share is.
+        """
+        if self.budget_scope == "layer":
+            return 0.0
+        if self.layer_shares is None or layer_index not in self.layer_shares:
+            raise ConfigError(
+                "causal_rule='running' needs the share of each layer, since budget_scope='global' has one budget for "
+                "all of them; call calibrate(model, batches)"
+            )
+        together = sum(self.layer_shares.values()) / len(self.layer_shares)
+        return _log_odds(self.layer_shares[layer_index]) - _log_odds(together)
+
+    @property
+    def inference_rule(self) -> str:
+        """The row of `RULES` by which inference decides."""
+        return "threshold" if self.causal_rule == "quantile" else self.causal_rule
 
     def ranks_tokens(self) -> bool:
         """Whether top-k over the tokens of a sequence is a rule for this adapter."""
@@ -190,7 +213,7 @@ class AdapterFields(RoutingFields):
     def _check(self) -> None:
         """Check all fields, and fill in those that depend on others; `ConfigError` where a value cannot be used."""
         config: Any = self
-        for name in PATTERNS:
+        for name in (*PATTERNS, "layer_shares"):
             setattr(self, name, _by_index(getattr(self, name)))
         check_given(config)
         self._fill_in()
@@ -203,6 +226,8 @@ class AdapterFields(RoutingFields):
         unused = [name for name in ("static_layers", "prompt_tail", *PATTERNS) if saved[name] is None]
         if self.phases == "all":
             unused.append("phases")
+        if self.causal_rule != "running" or self.layer_shares is None:
+            unused.append("layer_shares")
         if not self.has_memory:
             unused.extend(MEMORY_FIELDS)
         module = module_of(GATES[self.gate])
@@ -243,6 +268,11 @@ def check_task(task_type: Any) -> None:
     """Raise `ConfigError` for a task that PEFT has no wrapper for, or none that fits."""
     what = f"is not supported; use one of: {', '.join(TASKS)}, or leave it out"
     require(task_type is None or task_type in list(TASKS), "task_type", task_type, what)
+
+
+def _log_odds(share: float) -> float:
+    share = min(max(share, 1e-4), 1 - 1e-4)
+    return math.log(share / (1 - share))
 
 
 def _by_index(pattern: Any) -> Any:

@@ -43,6 +43,18 @@ def read_generated(model: Any, ids: torch.Tensor, prompt: int, **inputs: Any) ->
         yield out
 
 
+def as_base(model: Any) -> AbstractContextManager[None]:
+    """Inside the block `model` is what its router was put on: a LoRA adapter beside it stays on.
+
+    A router with base modules of its own (`modules_to_save`) is turned off by PEFT, which turns all adapters off.
+
+    Args:
+        model: A `PeftModel` with one active depth-routed adapter.
+    """
+    has_modules = any(routing.active_config().modules_to_save for routing in active_routings(model))
+    return model.disable_adapter() if has_modules else full_depth(model)
+
+
 @torch.no_grad()
 def read_behind_prompts(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[RouteTrace, torch.Tensor]:
     """Read texts whose first two thirds are a prompt (`prompts_of`), as `phases="prefill"` serves them.

@@ -23,6 +23,7 @@ from ..base.contexts import hooked, of_this_thread
 from ..base.distributed import each_of_all
 from ..base.stack import stack_of
 from ..config.adapter import DepthRouteConfig
+from ..routing.trace import full_depth
 from .options import Option, StaticFit, choose, config_of
 from .text import FitWarning
 
@@ -126,7 +127,7 @@ def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, 
     try:
         for turn in range(_TURNS + 1):  # the first makes what is kept
             for is_routed in (True, False) if turn % 2 else (False, True):
-                with nullcontext() if is_routed else routed.disable_adapter():
+                with nullcontext() if is_routed else full_depth(routed):
                     started = time.perf_counter()
                     _pass(routed, ids)
                     seconds[is_routed].append(time.perf_counter() - started)

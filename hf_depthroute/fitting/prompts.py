@@ -34,6 +34,7 @@ from ..routing.trace import full_depth, run_in_full
 from ..training.record import remember_training
 from .bar import FitBar
 from .layer_walk import LayerWalk
+from .narrowing import shared_out
 from .option_times import in_time
 from .options import Search, choose, config_of, fit_on, prompt_length, real_rows, rows_of
 from .sensitivity import PRICED
@@ -202,9 +203,9 @@ def _refit(model: PeftModel, text: Batches, tail: int, metrics: list[torch.Tenso
 def _behind(model: PeftModel, text: Batches, tail: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of the dense and of the routed model, and `KL(dense || routed)`, on the text behind each row's prompt.
 
-    Nats per token, `[R]` each.
+    Nats per token, `[R]` each, as `shared_out` has them.
     """
-    found = [torch.empty(3, 0, dtype=torch.float64)]  # of a process without rows
+    found = [torch.empty(4, 0, dtype=torch.float64)]  # of a process without rows
     for batch in text:
         cheap, _ = prompts_of(batch, tail)
         _, behind = prompts_of(batch)
@@ -215,7 +216,8 @@ def _behind(model: PeftModel, text: Batches, tail: int) -> tuple[torch.Tensor, t
         labels = batch["input_ids"].roll(-1, 1)[behind][:, None]
         parts = -dense.gather(-1, labels), -routed.gather(-1, labels)
         kl = F.kl_div(routed, dense, reduction="none", log_target=True).sum(-1, keepdim=True)
-        rows = [part.new_zeros(behind.shape).masked_scatter(behind, part).sum(1) for part in (*parts, kl)]
-        found.append(torch.stack(rows).div(behind.sum(1).clamp(min=1)).double().cpu())
-    dense_R, loss_R, kl_R = rows_of_all(torch.cat(found, dim=1).T).T
+        sums = [part.new_zeros(behind.shape).masked_scatter(behind, part).sum(1) for part in (*parts, kl)]
+        found.append(torch.stack([*sums, behind.sum(1).to(sums[0])]).double().cpu())
+    *sums_R, count_R = rows_of_all(torch.cat(found, dim=1).T).T
+    dense_R, loss_R, kl_R = (shared_out(torch.stack([sum_R, count_R], dim=1)) for sum_R in sums_R)
     return dense_R, loss_R, kl_R

@@ -39,13 +39,23 @@ from ..routing.trace import full_depth
 from ..training.record import remember_training
 from .bar import FitBar
 from .layer_fits import FEWEST, Fits, LayerFit
-from .narrowing import Trial, layer_states, restore, row_losses, trial_of, without_gates, without_layers
+from .narrowing import (
+    Trial,
+    layer_states,
+    restore,
+    row_losses,
+    shared_out,
+    trial_of,
+    without_gates,
+    without_layers,
+)
 from .prompts import fit_prompts
 from .sensitivity import PRICED
 from .text import Batches, first_tokens, own_part, positions, split, warn_if_few
 
 DENSE = 0.96  # a layer that runs this share of the tokens in full is not routed: its gate costs what the others save
 STATIC = 0.005  # a layer that runs no more than this share of the tokens in full may need no gate
+_ROUNDS = 2
 _BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)  # whose thresholds are found on the streams that they leave
 _BUDGET_TOKENS = 2048  # that they are found on
 
@@ -57,7 +67,7 @@ def fit_router(
     keep: float = 0.5,
     config: DepthRouteConfig | None = None,
     *,
-    rounds: int = 2,
+    rounds: int | None = None,
     keep_of: str = "flops",
     length: int | None = None,
     progress: bool | None = None,
@@ -101,7 +111,7 @@ def fit_router(
             are in is found on the text.
         config: What to fit; by default MLP gates and low-rank branches for the FFNs of all layers. Its budget is
             overridden by `keep`, and held by all layers together (`budget_scope="global"`).
-        rounds: How often everything is fitted, at least once.
+        rounds: How often everything is fitted, at least once; by default twice. A fit for prompts has none.
         keep_of: With `phases="prefill"`, what `keep` is a share of: `"flops"` or `"time"`.
         length: With `phases="prefill"`, tokens of the prompt that `keep` is a share of.
         progress: Show a bar over all phases; by default where a terminal is, unless transformers' bars are turned off.
@@ -113,13 +123,17 @@ def fit_router(
             processes; or the model has no LM head.
     """
     if config is not None and config.phases == "prefill":
+        if rounds is not None:
+            raise ConfigError("rounds is of a fit for all tokens: prompts are fitted once; leave it out")
         return fit_prompts(model, batches, keep, config, keep_of=keep_of, length=length, progress=progress)
     if keep_of != "flops" or length is not None:
         raise ConfigError("keep_of and length are of a fit for prompts: set phases='prefill', or leave them out")
     started = time.monotonic()
+    rounds = _ROUNDS if rounds is None else rounds
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
     check_head(model, "fit_router")
+    causal_rule = "quantile" if config is None else config.causal_rule  # thresholds are found first
     config = config_to_fit(len(stack_of(model).layers), keep, config)
     text, held_out = split([batch for batch in model_inputs(model, batches)])
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
@@ -152,7 +166,7 @@ def fit_router(
         restore(routed, state)
         bar.phase("layers to leave out")
         with full_depth(routed):
-            dense_R = rows_of_all(row_losses(routed, own))
+            dense_R = shared_out(rows_of_all(row_losses(routed, own)))
         dense = [index for index, share in found.shares.items() if share >= DENSE]
         static = [index for index, share in found.shares.items() if share <= STATIC]
         routed, found = without_layers(routed, found, dense, own)
@@ -161,6 +175,11 @@ def fit_router(
         calibrate_budgets(routed, own_part(last), _BUDGETS)
         for index, layer in layers.items():
             layer.share = found.shares.get(index, 1.0)
+        fitted = gated_routings(routed)[0].active_config()
+        fitted.causal_rule = causal_rule
+        fitted.layer_shares = {
+            routing.layer_index: found.shares[routing.layer_index] for routing in gated_routings(routed)
+        }
         for routing in gated_routings(routed):
             measured = Measured(routing.budget(), found.shares[routing.layer_index], "calibration")
             routing.active_quantiles().measured = measured
@@ -215,5 +234,6 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
     if not budget > 0:
         raise ConfigError(f"keep={keep:g}: {depth - routed} of {depth} layers are not routed and run everything")
     values = given.to_dict() | {"budget": budget, "budget_scope": "global", "selection": "threshold"}
+    values |= {"causal_rule": "quantile", "layer_shares": None}
     kept = {name: value for name, value in values.items() if name not in ("base_architecture", "library_version")}
     return DepthRouteConfig(**kept)

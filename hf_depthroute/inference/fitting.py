@@ -112,9 +112,9 @@ def _start(branch: Any, gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor
 
     For neurons it is that of the FFN itself, times the factor that fits best; otherwise zero.
     """
-    own_rd = branch.own_output() if isinstance(branch, NeuronBranch) else None
-    if own_rd is None:
+    if not isinstance(branch, NeuronBranch):
         return torch.zeros_like(cross)
+    own_rd = branch.own_output()
     own = F.pad(own_rd.to(cross), (0, 0, 0, len(cross) - len(own_rd)))  # of the bias nothing
     agreeing, square = (own * cross).sum(), (own * (gram @ own)).sum()
     return own * (agreeing / square.clamp(min=1e-30))

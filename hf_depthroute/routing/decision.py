@@ -32,9 +32,7 @@ def decide(
     Raises:
         ValueError: The decision to replay has another shape.
     """
-    last, routed = plan.last_tokens, token_mask
-    if last is not None:
-        routed = ~last if token_mask is None else token_mask & ~last
+    last, routed = plan.last_tokens, decided_tokens(plan, token_mask)
     mask, probs = None, torch.sigmoid(scores / plan.temperature)
     if plan.replayed is not None:
         if plan.replayed.shape != scores.shape:
@@ -57,6 +55,9 @@ def decide(
             predicted=predicted,
             experts=experts,
             dropped=plan.config.experts_dropped_in(layer_index),
+            earlier=plan.earlier,
+            expected=None if plan.expected is None else plan.expected.reached(scores.detach()),
+            share=None if plan.expected is None else plan.expected.share(plan.budget),
         )
         rule = "threshold" if plan.rule == "full" else plan.rule  # of a budget of 1, which no score fails to reach
         mask, probs = RULES[rule].decide(scores, context)
@@ -67,3 +68,14 @@ def decide(
     if plan.replayed is None:
         mask = mask | last
     return mask, probs.masked_fill(last, 1.0)
+
+
+def decided_tokens(plan: RoutePlan, token_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The tokens that are decided about, bool `[B, T]`: real ones, and not the last, which run in full; None for all.
+
+    Args:
+        plan: As of `decide`, as is `token_mask`.
+    """
+    if plan.last_tokens is None:
+        return token_mask
+    return ~plan.last_tokens if token_mask is None else token_mask & ~plan.last_tokens

@@ -67,7 +67,12 @@ def warn_of_backward(routing: Routing, config: DepthRouteConfig, *outputs: torch
 def warn_of_thresholds(routing: Routing, plan: RoutePlan) -> None:
     """Warn if inference is about to compare scores with thresholds that were never fitted; said by one layer only."""
     config = plan.config
-    if plan.budget >= 1.0 or plan.rule != "threshold" or not config.takes_budget() or routing.state.settings.selection:
+    if (
+        plan.budget >= 1.0
+        or plan.rule not in ("threshold", "running")
+        or not config.takes_budget()
+        or routing.state.settings.selection
+    ):
         return
     if routing.layer_index not in config.gated_layers()[:1]:
         return

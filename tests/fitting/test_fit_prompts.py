@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import cpu_offload
 from command_line import run
 from models import build_base, decoder_layers, tokens
 from peft import PeftModel
@@ -24,6 +25,7 @@ from hf_depthroute.base.lm_head import logits_at
 from hf_depthroute.base.stack import stack_of
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import prompts_of, token_mask
+from hf_depthroute.evaluation import evaluate_budgets
 from hf_depthroute.evaluation.flops import count_flops
 from hf_depthroute.fitting import option_times
 from hf_depthroute.fitting.bar import FitBar
@@ -31,7 +33,7 @@ from hf_depthroute.fitting.option_times import PassTimes, in_time, time_savings
 from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of
 from hf_depthroute.fitting.prompts import fit_prompts
 from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics, text_gradients
-from hf_depthroute.fitting.text import FitWarning
+from hf_depthroute.fitting.text import FitWarning, split
 from hf_depthroute.inference.calibration import active_routings
 from hf_depthroute.routing.trace import routings_of
 from hf_depthroute.training.record import remembered
@@ -133,6 +135,8 @@ def test_what_is_kept_may_be_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch
     assert "60.0% of a prompt's time" in card and "time saved" in card and "FLOPs saved" not in card
     with pytest.raises(ConfigError, match="keep_of='seconds' must be one of: flops, time"):
         fit_router(build_base("llama"), TEXT, 0.6, config, keep_of="seconds")
+    with pytest.raises(ConfigError, match="rounds is of a fit for all tokens"):
+        fit_router(build_base("llama"), TEXT, 0.6, config, rounds=1)
     with pytest.raises(ConfigError, match="length=0 must be at least 1"):
         fit_router(build_base("llama"), TEXT, 0.6, config, length=0)
     everything = DepthRouteConfig(layers="all")
@@ -205,7 +209,7 @@ def test_the_time_that_is_left_is_that_of_passes_in_turn(monkeypatch: pytest.Mon
     clock, seen = [0.0], []
 
     def passed(model: Any, ids: torch.Tensor) -> None:
-        routed = not routings_of(model)[0]._disable_adapters
+        routed = routings_of(model)[0].adapter() is not None
         seen.append(routed)
         clock[0] += 100 if len(seen) == 1 else 8 if routed else 10
 
@@ -505,3 +509,35 @@ def test_logits_of_some_positions_are_those_of_the_whole_pass(family: str) -> No
         logits_at(base, {"input_ids": ids}, behind)
         head.remove()
     assert kept == [int(behind[0].sum())]  # of 20
+
+
+@pytest.mark.parametrize("phases", ["all", "prefill"])
+def test_the_loss_of_a_fit_is_the_mean_of_all_tokens(phases: str) -> None:
+    """Rows are of all lengths, and some are padding alone."""
+    ids, mask = tokens(40, 60, seed=5), torch.ones(40, 60, dtype=torch.long)
+    for number in range(40):
+        mask[number, (60 if number % 9 else 8) - number % 5 :] = 0
+    mask[::20] = 0
+    text = [{"input_ids": i, "attention_mask": m} for i, m in zip(ids.split(4), mask.split(4))]
+    tail = {"prompt_tail": 1} if phases == "prefill" else {}
+    model = fit_router(build_base("llama"), text, 0.8, DepthRouteConfig(layers="all", phases=phases, **tail))
+    held_out = split(text)[1]
+    dense, routed, *_ = evaluate_budgets(model, held_out, None, [model.peft_config["default"].budget])
+    assert found(model)["loss_dense"] == pytest.approx(dense.loss, abs=1e-5)
+    if phases == "all":
+        assert found(model)["loss"] == pytest.approx(routed.loss, abs=1e-5)
+
+
+def test_an_offloaded_base_is_fitted_as_any_other() -> None:
+    models = []
+    for offloaded in (False, True):
+        base = build_base("llama")
+        if offloaded:
+            cpu_offload(base, execution_device=torch.device("cpu"))
+        models.append(fit_router(base, TEXT, 0.6, DepthRouteConfig(layers="all", phases="prefill", prompt_tail=1)))
+    assert "neurons" in {option["branch"] for option in found(models[0])["layers"].values()}
+    assert found(models[1])["layers"].keys() == found(models[0])["layers"].keys()
+    for index, option in found(models[0])["layers"].items():
+        assert found(models[1])["layers"][index]["nats"] == pytest.approx(option["nats"], rel=1e-3)
+    logits = [model(input_ids=tokens(3, 40, seed=9), use_cache=False).logits for model in models]
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
