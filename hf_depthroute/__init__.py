@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .inference.calibration import use_budget as use_budget
     from .inference.drafting import draft_view as draft_view
     from .inference.drafting import lossless_generate as lossless_generate
+    from .inference.phases import set_causal_rule as set_causal_rule
     from .inference.phases import set_phases as set_phases
     from .routing.trace import record_routes as record_routes
     from .routing.trace import replay_routes as replay_routes
@@ -44,7 +45,7 @@ _NAMES = {
     "inference.autotune": ["tune_execution"],
     "inference.calibration": ["calibrate", "calibrate_budgets", "set_budget", "use_budget"],
     "inference.drafting": ["draft_view", "lossless_generate"],
-    "inference.phases": ["set_phases"],
+    "inference.phases": ["set_causal_rule", "set_phases"],
     "routing.trace": ["record_routes", "replay_routes"],
     "training.arguments": ["RoutingArguments"],
     "training.presets": ["PRESETS", "preset"],

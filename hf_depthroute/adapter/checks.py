@@ -218,15 +218,17 @@ def check_generation(
             prompt, or on drafted tokens; or prompts alone are, and without a KV cache what was
             generated is read as one.
     """
-    configs_given = [
+    settings = [
         *arguments[1:2],
         options.get("generation_config"),
         getattr(model, "generation_config", None),
     ]
-    settings = next((config for config in configs_given if config is not None), None)
-    given = {
-        name: options.get(name, getattr(settings, name, None)) for name in (*_BY_PARTS, "use_cache")
-    }
+
+    def asked(name: str) -> Any:  # what one of them leaves open, the next one says
+        values = [options.get(name), *(getattr(each, name, None) for each in settings)]
+        return next((value for value in values if value is not None), None)
+
+    given = {name: asked(name) for name in (*_BY_PARTS, "use_cache")}
     configs = [
         routing.active_config() for routing in routings_of(model) if routing.adapter() is not None
     ]

@@ -79,6 +79,9 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Forward pre-hook of the decoder stack: give the layers, by one keyword,
     what only the stack knows."""
     stack: RoutedStack = getattr(decoder, STACK)
+    given = kwargs
+    if len(args) > 1:  # a bare decoder may be given its mask by place
+        kwargs = dict(zip(inspect.signature(decoder.forward).parameters, args)) | kwargs
     inputs = _inputs(args, kwargs)
     family = stack.family
     if not family.passes_keywords:
@@ -89,9 +92,9 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     active = _active(stack)
     if _splits_a_packed_row(active, inputs, kwargs):
         raise ConfigError(
-            "granularity='sequence' decides once for a row, and this row holds several sequences: "
-            "turn packing (padding-free batches, continuous batching) off, or route with "
-            "granularity='token'"
+            "granularity='sequence' and causal_rule='running' decide by a row, and this row holds "
+            "several sequences: turn packing (padding-free batches, continuous batching) off, or "
+            "route with granularity='token' and causal_rule='quantile'"
         )
     if decoder.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         warn_of_training(decoder, active, inputs)
@@ -126,7 +129,7 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not family.passes_keywords:
         _handed_down.set(context)
         return None
-    return args, {**kwargs, CONTEXT: context}
+    return args, {**given, CONTEXT: context}
 
 
 def _of_shape(
@@ -160,7 +163,10 @@ def _splits_a_packed_row(
         positions is None or kwargs.get("attention_mask") is not None or inputs.shape[1] == 1
     ):
         return False
-    if all(config.granularity == "token" for config in active.values()):
+    if not any(
+        config.granularity == "sequence" or config.causal_rule == "running"
+        for config in active.values()
+    ):
         return False
     return told or positions is None or bool(breaks_of(positions).any())
 

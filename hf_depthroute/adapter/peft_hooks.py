@@ -166,8 +166,19 @@ def _load_adapter(
                 return load(self, model_id, adapter_name, *args, **kwargs)
             finally:
                 config.weights_hash = None
+                _forget_measured(base, adapter_name)
 
     return _loaded(read, self, adapter_name, model_id, kwargs)
+
+
+def _forget_measured(base: Any, adapter_name: str) -> None:
+    """What is known of an adapter's training and of its shares was of the weights before."""
+    stack = routed_stack(base)
+    for routing in () if stack is None else stack.routed:
+        routing.runs.pop(adapter_name, None)
+        quantiles: Any = routing.depth_route_quantiles._modules.get(adapter_name)
+        if quantiles is not None:
+            quantiles.measured = None
 
 
 def _load_natively(

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 _CACHES = ("past_key_values", "layer_past")  # what families call it
 # Attributes of a layer, each with the sequences as its first dimension.
-_KEPT = ("keep", "probs", "tokens")
+_KEPT = ("keep", "probs", "tokens", "scores")
 _NO_TOKEN = -1  # `parts.memory.MISSING`
 
 
@@ -34,12 +34,14 @@ class _Keeping:
             them; `[B, 1, M]`, those of the last position, in a layer of fixed size, which is
             written in place as its keys are.
         seen: Int64 `[]`, of how many positions, in a layer of fixed size.
+        scores: Float32 `[B, P]`, the gate's score at every position, NaN where it did not decide.
     """
 
     keep: torch.Tensor | None = None
     probs: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
     seen: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -55,7 +57,7 @@ class _Keeping:
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        self.keep = self.probs = None
+        self.keep = self.probs = self.scores = None
         if self.tokens is not None:  # a captured graph reads where a layer of fixed size has them
             if isinstance(self, DynamicLayer):
                 self.tokens = None
@@ -72,6 +74,8 @@ class _Keeping:
         length = self.get_seq_length()  # type: ignore[attr-defined]
         if self.tokens is not None:
             self.tokens = self.tokens[:, :length]
+        if self.scores is not None:
+            self.scores = self.scores[:, :length]
         if length == 0:  # the next tokens are a prompt
             self.keep = self.probs = None
 
@@ -88,6 +92,7 @@ class SkippingLayer(DynamicLayer):
     """
 
     _layer_type = None  # transformers registers subclasses by it
+    scores = None
 
     def __init__(self, tokens: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -281,6 +286,40 @@ def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
     if tokens is not None and known:
         return tokens[:, -1]
     return None
+
+
+def earlier_scores(cache: Any, index: int, batch: int) -> torch.Tensor | None:
+    """The scores at the positions that layer `index` of a cache holds, `[B, P]`,
+    NaN where none was stored.
+
+    None if it holds none.
+
+    Raises:
+        ValueError: The layer is of fixed size.
+    """
+    layer = cache_layer(cache, index)
+    if layer is None:
+        return None
+    if not isinstance(layer, DynamicLayer):
+        raise ValueError(
+            "causal_rule='running' keeps scores with the keys of a KV cache that grows, not with "
+            f"those of a {type(layer).__name__}; use the default cache, or set_causal_rule(model, "
+            "'quantile')"
+        )
+    scores: torch.Tensor | None = getattr(layer, "scores", None)
+    missing = layer.get_seq_length() - (0 if scores is None else scores.shape[1])
+    if missing <= 0:
+        return scores
+    unknown = torch.full((batch, missing), torch.nan)
+    if scores is None:
+        return unknown
+    return torch.cat([scores, unknown.to(scores.device)], dim=1)
+
+
+def remember_scores(cache: Any, index: int, scores: torch.Tensor) -> None:
+    """Store the scores at all positions of layer `index`, `[B, P]`,
+    those of this forward pass included."""
+    _keeping_layer(cache, index).scores = scores
 
 
 def kv_cache_bytes(cache: Any) -> int:

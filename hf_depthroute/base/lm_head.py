@@ -6,7 +6,8 @@ Shapes: B batch, T positions, N rows, d model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -72,6 +73,23 @@ class LMHead:
         return torch.cat(
             [token_losses(self(rows), targets) for rows, targets in self.chunks(rows_Nd, targets_N)]
         )
+
+
+def logits_at(model: Any, batch: Mapping[str, Any], wanted_BT: torch.Tensor) -> torch.Tensor:
+    """The logits `[N, V]` of the positions where `wanted_BT` is true, of a pass without a KV cache.
+
+    No others go through the head where none of the batch's rows wants them and the model can be
+    told so.
+    """
+    if hasattr(model, "get_base_model"):
+        base = model.get_base_model()
+    else:
+        base = model
+    if "logits_to_keep" not in inspect.signature(base.forward).parameters:
+        return cast(torch.Tensor, model(**batch, use_cache=False).logits[wanted_BT])
+    places = wanted_BT.any(0).nonzero().squeeze(1)
+    logits: torch.Tensor = model(**batch, use_cache=False, logits_to_keep=places).logits
+    return logits[wanted_BT[:, places]]
 
 
 def check_head(model: nn.Module, wanted: str) -> None:

@@ -71,8 +71,11 @@ class FitOptions(o.TextOptions, o.BaseOptions):
         RoutingFields.ngram_order
     )
     rounds: Annotated[
-        int, typer.Option(min=1, help="How often everything is fitted; the best round is kept.")
-    ] = 2
+        int | None,
+        typer.Option(
+            min=1, help="How often everything is fitted, by default 2; the best round is kept."
+        ),
+    ] = None
     blocks: Annotated[int, typer.Option(min=2, help="Blocks of text to fit on.")] = 64
     split: Annotated[str, "Split to fit on."] = "train"
     seed: Annotated[int, "Seed of the adapter."] = 0

@@ -52,31 +52,40 @@ def lm_eval(context: typer.Context, debug: o.Debug = False) -> None:
 
 
 def _refuse_padding(words: Sequence[str]) -> None:
-    """Refuse an adapter of `--model hf` whose decisions would read the padding that its batches
-    have no mask for."""
+    """Refuse an adapter that `--model hf` would read otherwise than it is served.
+
+    Its batches pad without a mask, which a decision about a sequence would read; and a prompt and
+    its continuation come in one pass, so that prompts alone cannot be told.
+    """
     found = _PEFT.search(" ".join(words))
-    model = _value(words, "--model", "hf")
-    if found is None or model == "depthroute" or _value(words, "--batch_size", "1") == "1":
+    model = _value(words, ("--model", "-M"), "hf")
+    if found is None or model == "depthroute":
         return
     from .loading import load_adapter_config
 
     config = load_adapter_config(found[1])
-    if config.granularity == "sequence" or config.phases == "prefill":
-        if config.granularity == "sequence":
-            field = "granularity='sequence'"
-        else:
-            field = "phases='prefill'"
+    instead = f"use --model depthroute --model_args adapter={found[1]}"
+    if config.phases == "prefill":
         raise CliError(
-            f"--model {model}: its batches pad without a mask, which {field} of {found[1]} would "
-            f"read; use --model depthroute --model_args adapter={found[1]}, or --batch_size 1"
+            f"--model {model}: it reads a prompt and its continuation in one pass, and "
+            f"phases='prefill' of {found[1]} would route both; {instead}"
+        )
+    if config.granularity == "sequence" and _value(words, ("--batch_size", "-b"), "1") != "1":
+        raise CliError(
+            f"--model {model}: its batches pad without a mask, which granularity='sequence' of "
+            f"{found[1]} would read; {instead}, or --batch_size 1"
         )
 
 
-def _value(words: Sequence[str], option: str, default: str) -> str:
-    """The value of `--option VALUE` or `--option=VALUE`."""
+def _value(words: Sequence[str], options: Sequence[str], default: str) -> str:
+    """The value of `OPTION VALUE` or `OPTION=VALUE`, under whichever of its names it is given;
+    the last one counts."""
+    found = default
     for word, after in zip(words, (*words[1:], default)):
-        if word == option:
-            return after
-        if word.startswith(f"{option}="):
-            return word.removeprefix(f"{option}=")
-    return default
+        name, given, value = word.partition("=")
+        if name in options:
+            if given:
+                found = value
+            else:
+                found = after
+    return found

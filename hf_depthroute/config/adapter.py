@@ -30,8 +30,10 @@ class DepthRouteConfig(AdapterFields, PeftConfig):
             that package's name.
         gate_module: The module of the gate's class. Both are shown where the gate is not known, and
             never imported.
-        base_architecture: Written by the library, like the next three: what the base is, and some
-            of its weights.
+        layer_shares: Written by the library, like the next four: the share of each gated layer's
+            tokens that ran in full where layers that hold a budget together were calibrated.
+            `causal_rule="running"` needs it.
+        base_architecture: What the base is, and some of its weights.
         format_version: The version of the saved files' form. A newer one than this library knows is
             refused.
         library_version: The version that saved the adapter.
@@ -68,7 +70,7 @@ def renumber(config: DepthRouteConfig, places: Mapping[int, int]) -> None:
     config.static_layers = [
         places[index] for index in config.static_layers or () if index in places
     ] or None
-    for field in PATTERNS:
+    for field in (*PATTERNS, "layer_shares"):
         pattern = getattr(config, field) or {}
         setattr(
             config,

@@ -114,6 +114,14 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
         )
     if gate.selections and c.selection not in gate.selections:
         yield f"selection={c.selection!r}: {gate.called} trains with {_any_of(gate.selections)}"
+    if c.causal_rule == "running" and not (
+        c.takes_budget() and by_token and not (gate.exits or gate.soft)
+    ):
+        yield (
+            "causal_rule='running' ranks the scores of single tokens by a budget; it goes with a "
+            "gate that takes one, threshold='budget', granularity='token' and target='ffn', "
+            "'attention' or 'block'"
+        )
     if c.causal_rule == "predictor" and c.selection != "topk":
         yield "causal_rule='predictor' foresees the top-k choice; use it with selection='topk'"
     if c.selection == "controller" and c.fixed_threshold is not None:

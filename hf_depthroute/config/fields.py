@@ -24,7 +24,7 @@ CHOICES: dict[str, Collection[str]] = {
     "branch": ("lowrank", "swiglu", "neurons", "memory", "none"),
     "budget_scope": ("layer", "global"),
     "phases": ("all", "prefill"),
-    "causal_rule": ("quantile", "predictor"),
+    "causal_rule": ("quantile", "running", "predictor"),
     "expert_gates": ("per_expert", "per_layer"),
 }
 
@@ -134,9 +134,10 @@ class RoutingFields:
         prompt_tail: With phases prefill, how many of a sequence's last tokens run in full; by
             default one. The text behind a prompt reads most from them. `fit_router` of prompts
             takes 64 where none are asked for.
-        causal_rule: What decides at inference: `"quantile"` (the score against the threshold) or
-            `"predictor"` (Mixture-of-Depths: a second gate that is trained to foresee the top-k
-            choice).
+        causal_rule: What decides at inference: `"quantile"` (the score against the threshold),
+            `"running"` (the score's rank among those of its own sequence so far: a long text of
+            another kind is nearer to the budget) or `"predictor"` (Mixture-of-Depths: a second gate
+            that is trained to foresee the top-k choice).
         expert_gates: Target experts: `"per_expert"` (one row per expert, as in Router-Tuning) or
             `"per_layer"`.
         dropped_experts: Target experts, gate `"none"`: the experts that are dropped, a list per

@@ -206,6 +206,13 @@ def check_given(c: DepthRouteConfig) -> None:
                 fits = value in list(values)
                 known = f"one of: {', '.join(values)}"
             require(fits, name, pattern, f"has {reprlib.repr(value)}; use {known}")
+    shares = c.layer_shares
+    mapped = shares is None or (
+        isinstance(shares, dict) and shares and _are_indices([*shares], 4096)
+    )
+    require(mapped, "layer_shares", shares, _AS_SAVED)
+    for share in (shares or {}).values():
+        _check_number("layer_shares", share, low=0.0, high=1.0)
     for name, allowed in CHOICES.items():
         _check_choice(name, getattr(c, name), allowed)
 

@@ -92,10 +92,11 @@ def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def prompts_of(
     batch: Mapping[str, torch.Tensor], tail: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first two thirds of every row's real tokens, for a prompt, and the text behind it.
+    """The first two thirds of every row's real tokens, or of every document's, for a prompt,
+    and the text behind it.
 
     Args:
-        batch: `input_ids` and optionally `attention_mask`, each `[B, T]`.
+        batch: `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
         tail: Tokens at the end of each prompt that are left out of it.
 
     Returns:
@@ -103,8 +104,13 @@ def prompts_of(
         next token is behind the prompt.
     """
     real = token_mask(batch)
+    starts = document_starts(batch)
     place = real.cumsum(1)
     count = real.sum(1, keepdim=True)
+    if starts is not None:  # packed: all tokens are real
+        document = starts.cumsum(1)
+        count = torch.zeros_like(place).scatter_add(1, document, real.long()).gather(1, document)
+        place = place - torch.where(starts, place - 1, 0).cummax(1).values
     last = (count * PROMPT_SHARE).long()  # the prompt's last token is the `last`-th real one
     return real & (place <= last - tail), real & (place >= last) & (place < count)
 

@@ -30,7 +30,7 @@ from ..inference.restoring import restored
 from ..routing.stack import state_of
 from ..routing.trace import RouteCounter
 from .harness_scores import read_scores
-from .served import read_generated, served_scores
+from .served import as_base, read_generated, served_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -227,7 +227,7 @@ def evaluate_tasks(
     with restored(model):
         for name, budget in variants:
             lm = DepthRouteLM(model, budget=budget, tokenizer=tokenizer, batch_size=batch_size)
-            with model.disable_adapter() if name == "dense" else nullcontext():
+            with as_base(model) if name == "dense" else nullcontext():
                 _warm_up(lm)
                 if name == "dense":
                     lm.counter = None

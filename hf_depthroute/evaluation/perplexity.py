@@ -25,7 +25,7 @@ from ..data.batches import INPUTS, device_of, labels_of, prompts_of
 from ..inference.calibration import active_routings, calibrate, set_budget, use_selection
 from ..inference.restoring import restored
 from ..routing.trace import RouteCounter, count_routes
-from .served import read_behind_prompts
+from .served import as_base, read_behind_prompts
 
 Batch = Mapping[str, torch.Tensor]
 BEHIND_PROMPTS = (
@@ -174,7 +174,7 @@ def evaluate_budgets(
                 behind_prompts=behind,
             )
 
-        with model.disable_adapter():
+        with as_base(model):
             loss = _mean_loss(model, seen(), partial(_logits, model), behind)
             rows = [
                 BudgetRow(

@@ -48,6 +48,21 @@ def read_generated(
         yield out
 
 
+def as_base(model: Any) -> AbstractContextManager[None]:
+    """Inside the block `model` is what its router was put on: a LoRA adapter beside it stays on.
+
+    A router with base modules of its own (`modules_to_save`) is turned off by PEFT, which turns all
+    adapters off.
+
+    Args:
+        model: A `PeftModel` with one active depth-routed adapter.
+    """
+    has_modules = any(routing.active_config().modules_to_save for routing in active_routings(model))
+    if has_modules:
+        return model.disable_adapter()
+    return full_depth(model)
+
+
 @torch.no_grad()
 def read_behind_prompts(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor]

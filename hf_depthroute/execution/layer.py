@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.cache import without_cache
+from ..base.cache import cache_of, earlier_scores, remember_scores, without_cache
 from ..base.recorded import ATTENTIONS, ROUTER_LOGITS, is_recorded, kept_weights
 from ..base.sublayers import Kwargs, hidden_of
+from ..routing.decision import decided_tokens
 from ..routing.misuse import warn_of_backward
 from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
@@ -122,14 +123,35 @@ def _run(
         if mask is None:
             mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         return _recorded(out, plan, without_scores(routing, plan, hidden_states, mask))
+    cache = None
+    if plan.rule == "running":
+        cache = cache_of(kwargs)
+    if cache is not None:  # before the attention adds these positions to it
+        plan = replace(plan, earlier=earlier_scores(cache, routing.layer_index, len(hidden_states)))
     call = routed_call(layer, plan, hidden_states, context, kwargs)
     out = executor_of(call).run(call)
     if plan.config.granularity == "sequence":
         remember_sequences(call, skips_attention=False)
+    if cache is not None:
+        remember_scores(cache, routing.layer_index, scores_so_far(call))
     if not plan.recorders:
         return (out,)
     assert call.decision is not None
     return _recorded(out, plan, call.decision)
+
+
+def scores_so_far(call: RoutedCall) -> Tensor:
+    """The scores of each sequence's tokens up to the last of this call, `[B, P + T]`,
+    NaN where they did not decide."""
+    assert call.decision is not None
+    scores = call.decision.scores.detach()
+    earlier = call.plan.earlier
+    decided = decided_tokens(call.plan, call.token_mask)
+    if decided is not None:
+        scores = scores.masked_fill(~decided, torch.nan)
+    if earlier is None:
+        return scores
+    return torch.cat([earlier.to(scores.device), scores], dim=1)
 
 
 def _recorded(out: Tensor, plan: RoutePlan, made: Decision) -> tuple[Tensor, ...]:

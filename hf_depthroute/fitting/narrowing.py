@@ -24,23 +24,33 @@ from .text import Batches
 
 
 def row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
-    """The mean next-token loss of each row, nats, `[R]`."""
-    rows = [torch.empty(0, dtype=torch.float64)]
+    """The sum of each row's next-token losses, nats, and how many there are, `[R, 2]`."""
+    rows = [torch.empty(0, 2, dtype=torch.float64)]
     for batch in batches:
         labels = labels_of(batch)
         counted = predicting(labels, batch.get("attention_mask"))
         logits = model(**batch, use_cache=False).logits[:, :-1]
         losses = token_losses(logits[counted], labels[:, 1:][counted]).double()
         sums = losses.new_zeros(counted.shape).masked_scatter(counted, losses).sum(1)
-        rows.append((sums / counted.sum(1).clamp(min=1)).cpu())
+        rows.append(torch.stack([sums, counted.sum(1).to(sums)], dim=1).cpu())
     return torch.cat(rows)
+
+
+def shared_out(rows_R2: torch.Tensor) -> torch.Tensor:
+    """The part of each row in the mean over all tokens, from its sum and its count:
+    the mean over rows is that mean.
+
+    Rows without a token that counts are left out.
+    """
+    rows_R2 = rows_R2[rows_R2[:, 1] > 0]
+    return rows_R2[:, 0] * len(rows_R2) / rows_R2[:, 1].sum()
 
 
 class Trial(NamedTuple):
     """The outcome of a pass over the rows of all processes.
 
     Attributes:
-        loss_R: The mean loss of each row, nats.
+        loss_R: The part of each row in the mean loss of all tokens, nats (`shared_out`).
         ran_R: The share of the routed layers' tokens that ran in full, of each row.
         shares: The share of each layer's tokens that ran in full.
     """
@@ -52,7 +62,7 @@ class Trial(NamedTuple):
 
 def trial_of(model: nn.Module, batches: Batches) -> Trial:
     """One pass of this process's rows, with the thresholds as they are."""
-    losses = [torch.empty(0, dtype=torch.float64)]
+    losses = [torch.empty(0, 2, dtype=torch.float64)]
     shares = [torch.empty(0, dtype=torch.float64)]
     with count_routes(model) as counter:
         for batch in batches:
@@ -62,7 +72,9 @@ def trial_of(model: nn.Module, batches: Batches) -> Trial:
             seen_LB = torch.stack([record.real.sum(1) for record in trace.values()])
             shares.append((ran_LB.sum(0).double() / seen_LB.sum(0).clamp(min=1)).cpu())
     return Trial(
-        rows_of_all(torch.cat(losses)), rows_of_all(torch.cat(shares)), counter.full_ratio()
+        shared_out(rows_of_all(torch.cat(losses))),
+        rows_of_all(torch.cat(shares)),
+        counter.full_ratio(),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,10 +24,12 @@ from ..base.contexts import hooked, of_this_thread
 from ..base.distributed import each_of_all
 from ..base.stack import stack_of
 from ..config.adapter import DepthRouteConfig
+from ..routing.trace import full_depth
 from .options import Option, StaticFit, choose, config_of
 from .text import FitWarning
 
 _SAMPLES = 12  # of every option at least, over its layers
+_ROUNDS = 3  # at least: an option's time is told from a layer's by layers that have several
 _TURNS = 5  # passes of the whole prompt, routed and not in turn
 _BUSY = 1.25  # times as long for the same work: something else runs on the machine
 
@@ -142,7 +145,7 @@ def time_left(
     try:
         for turn in range(_TURNS + 1):  # the first makes what is kept
             for is_routed in (True, False) if turn % 2 else (False, True):
-                with nullcontext() if is_routed else routed.disable_adapter():
+                with nullcontext() if is_routed else full_depth(routed):
                     started = time.perf_counter()
                     _pass(routed, ids)
                     seconds[is_routed].append(time.perf_counter() - started)
@@ -189,10 +192,17 @@ def _times_of_options(
 
 
 def _rounds(found: Mapping[int, Mapping[Option, StaticFit]]) -> int:
-    """Enough for every layer to have all of its options,
-    and for every option to have been timed often enough."""
+    """Enough for every option to be timed `_SAMPLES` times, where that many layers have it."""
     turns = max(len(options) for options in found.values()) + 1
-    return turns * max(1, -(-_SAMPLES // len(found)))
+    most = turns * max(1, -(-_SAMPLES // len(found)))  # every layer has all of its options
+    taken: Counter[Option | None] = Counter(
+        {option: 0 for options in found.values() for option in options}
+    )
+    for number in range(most):
+        if number >= _ROUNDS and min(taken.values()) >= _SAMPLES:
+            return number
+        taken.update(_options_of(found, number).values())
+    return most
 
 
 def _options_of(

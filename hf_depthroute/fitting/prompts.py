@@ -24,18 +24,18 @@ from ..adapter.loading import restoring
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
 from ..base.distributed import rows_of_all, sharing
-from ..base.lm_head import check_head
+from ..base.lm_head import check_head, logits_at
 from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import PATTERNS, RoutingFields
 from ..data.batches import model_inputs, prompts_of, token_mask
-from ..evaluation.served import read_behind_prompts
 from ..files.versions import versions
 from ..inference.calibration import active_routings
-from ..routing.trace import full_depth
+from ..routing.trace import full_depth, run_in_full
 from ..training.record import remember_training
 from .bar import FitBar
 from .layer_walk import LayerWalk
+from .narrowing import shared_out
 from .option_times import in_time
 from .options import Search, choose, config_of, fit_on, prompt_length, real_rows, rows_of
 from .sensitivity import PRICED
@@ -180,7 +180,7 @@ def fit_prompts(
         del search, branches
         bar.phase("the chosen ones")
         r2 = _refit(routed, own_part(text), tail, metrics)
-        dense_R, loss_R, kl_R = _behind(routed, own_part(held_out))
+        dense_R, loss_R, kl_R = _behind(routed, own_part(held_out), tail)
     more_R = loss_R - dense_R
     record = {
         "fit": {
@@ -259,25 +259,30 @@ def _refit(
     return r2
 
 
-def _behind(model: PeftModel, text: Batches) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _behind(
+    model: PeftModel, text: Batches, tail: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of the dense and of the routed model, and `KL(dense || routed)`,
     on the text behind each row's prompt.
 
-    Nats per token, `[R]` each.
+    Nats per token, `[R]` each, as `shared_out` has them.
     """
-    found = [torch.empty(3, 0, dtype=torch.float64)]  # of a process without rows
+    found = [torch.empty(4, 0, dtype=torch.float64)]  # of a process without rows
     for batch in text:
+        cheap, _ = prompts_of(batch, tail)
         _, behind = prompts_of(batch)
         with full_depth(model):
-            dense = model(**batch, use_cache=False).logits[behind].float().log_softmax(-1)
-        routed = read_behind_prompts(model, batch)[1][behind].float().log_softmax(-1)
+            dense = logits_at(model, batch, behind).float().log_softmax(-1)
+        with run_in_full(model, ~cheap):
+            routed = logits_at(model, batch, behind).float().log_softmax(-1)
         labels = batch["input_ids"].roll(-1, 1)[behind][:, None]
         parts = -dense.gather(-1, labels), -routed.gather(-1, labels)
         kl = F.kl_div(routed, dense, reduction="none", log_target=True).sum(-1, keepdim=True)
-        rows = [
+        sums = [
             part.new_zeros(behind.shape).masked_scatter(behind, part).sum(1)
             for part in (*parts, kl)
         ]
-        found.append(torch.stack(rows).div(behind.sum(1).clamp(min=1)).double().cpu())
-    dense_R, loss_R, kl_R = rows_of_all(torch.cat(found, dim=1).T).T
+        found.append(torch.stack([*sums, behind.sum(1).to(sums[0])]).double().cpu())
+    *sums_R, count_R = rows_of_all(torch.cat(found, dim=1).T).T
+    dense_R, loss_R, kl_R = (shared_out(torch.stack([sum_R, count_R], dim=1)) for sum_R in sums_R)
     return dense_R, loss_R, kl_R

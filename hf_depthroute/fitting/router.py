@@ -45,6 +45,7 @@ from .narrowing import (
     layer_states,
     restore,
     row_losses,
+    shared_out,
     trial_of,
     without_gates,
     without_layers,
@@ -57,6 +58,7 @@ from .text import Batches, first_tokens, own_part, positions, split, warn_if_few
 # save.
 DENSE = 0.96
 STATIC = 0.005  # a layer that runs no more than this share of the tokens in full may need no gate
+_ROUNDS = 2
 _BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)  # whose thresholds are found on the streams that they leave
 _BUDGET_TOKENS = 2048  # that they are found on
 
@@ -68,7 +70,7 @@ def fit_router(
     keep: float = 0.5,
     config: DepthRouteConfig | None = None,
     *,
-    rounds: int = 2,
+    rounds: int | None = None,
     keep_of: str = "flops",
     length: int | None = None,
     progress: bool | None = None,
@@ -120,7 +122,8 @@ def fit_router(
         config: What to fit; by default MLP gates and low-rank branches for the FFNs of all layers.
             Its budget is overridden by `keep`, and held by all layers together
             (`budget_scope="global"`).
-        rounds: How often everything is fitted, at least once.
+        rounds: How often everything is fitted, at least once; by default twice. A fit for prompts
+            has none.
         keep_of: With `phases="prefill"`, what `keep` is a share of: `"flops"` or `"time"`.
         length: With `phases="prefill"`, tokens of the prompt that `keep` is a share of.
         progress: Show a bar over all phases; by default where a terminal is, unless transformers'
@@ -133,6 +136,10 @@ def fit_router(
             out than there are processes; or the model has no LM head.
     """
     if config is not None and config.phases == "prefill":
+        if rounds is not None:
+            raise ConfigError(
+                "rounds is of a fit for all tokens: prompts are fitted once; leave it out"
+            )
         return fit_prompts(
             model, batches, keep, config, keep_of=keep_of, length=length, progress=progress
         )
@@ -141,9 +148,16 @@ def fit_router(
             "keep_of and length are of a fit for prompts: set phases='prefill', or leave them out"
         )
     started = time.monotonic()
+    if rounds is None:
+        rounds = _ROUNDS
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
     check_head(model, "fit_router")
+    # thresholds are found first
+    if config is None:
+        causal_rule = "quantile"
+    else:
+        causal_rule = config.causal_rule
     config = config_to_fit(len(stack_of(model).layers), keep, config)
     text, held_out = split([batch for batch in model_inputs(model, batches)])
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
@@ -181,7 +195,7 @@ def fit_router(
         restore(routed, state)
         bar.phase("layers to leave out")
         with full_depth(routed):
-            dense_R = rows_of_all(row_losses(routed, own))
+            dense_R = shared_out(rows_of_all(row_losses(routed, own)))
         dense = [index for index, share in found.shares.items() if share >= DENSE]
         static = [index for index, share in found.shares.items() if share <= STATIC]
         routed, found = without_layers(routed, found, dense, own)
@@ -190,6 +204,12 @@ def fit_router(
         calibrate_budgets(routed, own_part(last), _BUDGETS)
         for index, layer in layers.items():
             layer.share = found.shares.get(index, 1.0)
+        fitted = gated_routings(routed)[0].active_config()
+        fitted.causal_rule = causal_rule
+        fitted.layer_shares = {
+            routing.layer_index: found.shares[routing.layer_index]
+            for routing in gated_routings(routed)
+        }
         for routing in gated_routings(routed):
             measured = Measured(routing.budget(), found.shares[routing.layer_index], "calibration")
             routing.active_quantiles().measured = measured
@@ -264,6 +284,7 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
         "budget_scope": "global",
         "selection": "threshold",
     }
+    values |= {"causal_rule": "quantile", "layer_shares": None}
     kept = {
         name: value
         for name, value in values.items()

@@ -24,6 +24,7 @@ from torch import nn
 
 from ..base.contexts import hooked, of_this_thread
 from ..base.distributed import each_of_all, own_rows, total
+from ..base.lm_head import logits_at
 from ..base.stack import stack_of
 from ..base.sublayers import Kwargs, hidden_of
 from ..routing.trace import full_depth
@@ -63,8 +64,7 @@ def stream_gradients(
     handles = [layers[0].register_forward_pre_hook(of_this_thread(enter), with_kwargs=True)]
     handles += [layer.register_forward_hook(of_this_thread(leave)) for layer in layers]
     with hooked(handles), full_depth(model), torch.enable_grad():
-        logits = model(**batch, use_cache=False).logits[counted_BT].float()
-        log_probs = logits.log_softmax(-1)
+        log_probs = logits_at(model, batch, counted_BT).float().log_softmax(-1)
         gradients: list[list[torch.Tensor]] = []
         for number, drawn in enumerate(_drawn(log_probs.detach(), counted_BT, seeds, draws)):
             likelihood = log_probs.gather(-1, drawn[:, None]).sum()

@@ -82,6 +82,10 @@ def calibrate(
                     model(**batch, **_without_logits(model))
         _adopt(routings, budget)
         ratios = counter.full_ratio()
+        if config.budget_scope == "global":
+            config.layer_shares = {
+                routing.layer_index: ratios[routing.layer_index] for routing in routings
+            }
         for routing in routings:
             routing.active_quantiles().measured = Measured(
                 budget, ratios[routing.layer_index], "calibration"

@@ -126,11 +126,9 @@ def _start(branch: nn.Module, gram: torch.Tensor, cross: torch.Tensor) -> torch.
 
     For neurons it is that of the FFN itself, times the factor that fits best; otherwise zero.
     """
-    own_rd = None
-    if isinstance(branch, NeuronBranch):
-        own_rd = branch.own_output()
-    if own_rd is None:
+    if not isinstance(branch, NeuronBranch):
         return torch.zeros_like(cross)
+    own_rd = branch.own_output()
     own = F.pad(own_rd.to(cross), (0, 0, 0, len(cross) - len(own_rd)))  # of the bias nothing
     agreeing = (own * cross).sum()
     square = (own * (gram @ own)).sum()

@@ -156,14 +156,7 @@ class NeuronBranch(Deriving):
         energy_m = total(
             sum((w @ self._whole(x).float().square() for x, w in parts), torch.zeros(()))
         )
-        down: Any = self._base[1].down_proj
-        if isinstance(down, nn.Linear) and is_whole(down.weight):
-            output_md = down.weight.T.float()
-        else:
-            units = torch.eye(
-                len(energy_m), dtype=_dtype_of(self._base[1], x_Nd), device=x_Nd.device
-            )
-            output_md = (down(units) - down(torch.zeros_like(units[:1]))).float()
+        output_md = self._outputs(torch.arange(len(energy_m), device=x_Nd.device))
         if metric_dd is not None:
             output_md = output_md @ metric_dd.to(output_md)
         return energy_m * output_md.square().sum(1).to(energy_m)
@@ -174,14 +167,27 @@ class NeuronBranch(Deriving):
         self.neurons.copy_(energy_m.topk(len(self.neurons)).indices.sort().values)
         self._derived.clear()
 
-    def own_output(self) -> torch.Tensor | None:
-        """The FFN's own output of the chosen neurons, float32 `[r, d]`;
-        None if its weights cannot be read."""
+    @torch.no_grad()
+    def own_output(self) -> torch.Tensor:
+        """The FFN's own output of the chosen neurons, float32 `[r, d]`."""
+        return self._outputs(self.neurons)
+
+    def _outputs(self, neurons_r: torch.Tensor) -> torch.Tensor:
+        """The FFN's output of these neurons, float32 `[r, d]`: its weights,
+        or what it makes of each alone."""
         down: Any = self._base[1].down_proj
-        readable = is_readable(down, nn.Linear) and down.weight.device == self.neurons.device
-        if readable:
-            return down.weight[:, self.neurons].T.float()
-        return None
+        if (
+            is_readable(down, nn.Linear)
+            and is_whole(down.weight)
+            and down.weight.device == neurons_r.device
+        ):
+            weights: torch.Tensor = down.weight[:, neurons_r].T.float()
+            return weights
+        count = neurons_of(self._base[1])
+        assert count is not None
+        units_rm = F.one_hot(neurons_r, count).to(_dtype_of(self._base[1], self.down.weight))
+        found: torch.Tensor = (down(units_rm) - down(torch.zeros_like(units_rm[:1]))).float()
+        return found
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., m]
         """The whole intermediate, by calls of the base's modules."""

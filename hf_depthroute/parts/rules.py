@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+ALIKE = 1e-5  # relative; scores of one token in float32 differ by less, by the rows beside it
+# Tokens of a sequence after which its own scores count for more than those of other text. On
+# SmolLM2-135M, all tokens routed, C4 lost 0.45 nats with 32 and 0.29 with 128 where a lower budget
+# with as small a share loses 0.18: the first tokens of a text are worth more than they rank among
+# themselves. With 512 it lost no more than that.
+_PRIOR = 512
+_WINDOW = 2048  # tokens before a token that it is ranked among
+_TOGETHER = 256  # tokens that are ranked at one time
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +42,11 @@ class RuleContext:
         predicted: `[B, T]`, logits of the causal predictor; None without one.
         experts: Int64 `[B, T, K]`, the expert of each pair; None if scores are not of pairs.
         dropped: Indices of the experts that this layer drops; none but with a gate that drops them.
+        earlier: `[B, P]`, the scores of each sequence's tokens before these, NaN where they were
+            not decided; None where there are none.
+        expected: `[B, T]`, the share of tokens that reach a token's score, as far as it is known
+            beforehand.
+        share: The share of this layer's tokens that should run in full, by the rule of ranks.
     """
 
     probs: Tensor
@@ -44,6 +59,9 @@ class RuleContext:
     predicted: Tensor | None = None
     experts: Tensor | None = None
     dropped: tuple[int, ...] = ()
+    earlier: Tensor | None = None
+    expected: Tensor | None = None
+    share: float | None = None
 
 
 class Rule:
@@ -137,6 +155,27 @@ class Predictor(Rule):
         return threshold_mask(context.predicted.detach(), 0.0, context.real), context.probs
 
 
+class Running(Rule):
+    """A token runs in full where its score is among the highest of its own sequence so far: causal.
+
+    Its rank is counted among the scores of the last tokens before it. At the beginning of a
+    sequence, where they are few, the share of tokens that reached such a score on other text counts
+    as much as `_PRIOR` tokens do.
+    """
+
+    trains, compares = False, False
+
+    def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
+        assert context.expected is not None and context.share is not None
+        if context.real is None:
+            known = scores.detach()
+        else:
+            known = scores.detach().masked_fill(~context.real, torch.nan)
+        higher, count = ranks_among_earlier(known, context.earlier)
+        mask = _PRIOR * context.expected + higher < context.share * (_PRIOR + count)
+        return mask & ~known.isnan(), context.probs
+
+
 class Static(Rule):
     """Nothing runs in full; of pairs, all but those of dropped experts do."""
 
@@ -159,6 +198,7 @@ RULES: dict[str, Rule] = {
     "gumbel": Gumbel(),
     "controller": Controller(),
     "predictor": Predictor(),
+    "running": Running(),
     "static": Static(),
 }
 
@@ -217,6 +257,37 @@ def topk_mask(
     positions = torch.arange(scores_BT.shape[-1], device=scores_BT.device).expand_as(order)
     rank = torch.empty_like(order).scatter_(-1, order, positions)
     return (rank < count_B[..., None]) & eligible
+
+
+def ranks_among_earlier(scores_BT: Tensor, earlier_BP: Tensor | None) -> tuple[Tensor, Tensor]:
+    """How many of the tokens before each one score higher, those that score alike by half,
+    and how many there are.
+
+    The last `_WINDOW` positions before a token count, of which NaN are left out. Scores of one
+    token differ in float32 by the rows beside it, so those that differ by less than that are alike.
+
+    Args:
+        scores_BT: Float32 `[B, T]`.
+        earlier_BP: `[B, P]`, the scores before them.
+
+    Returns:
+        Float32 `[B, T]` each.
+    """
+    batch, length = scores_BT.shape
+    before_BW = scores_BT.new_full((batch, _WINDOW), torch.nan)
+    if earlier_BP is not None:
+        before_BW = torch.cat([before_BW, earlier_BP.to(scores_BT)], dim=1)[:, -_WINDOW:]
+    all_BS = torch.cat([before_BW, scores_BT], dim=1)
+    higher = []
+    for start in range(0, length, _TOGETHER):
+        own_BK1 = scores_BT[:, start : start + _TOGETHER, None]
+        ahead_BKW = all_BS[:, start : start + _WINDOW + own_BK1.shape[1] - 1].unfold(1, _WINDOW, 1)
+        near_BK1 = ALIKE * (1 + own_BK1.abs())
+        twice = (ahead_BKW > own_BK1 + near_BK1).sum(-1) + (ahead_BKW >= own_BK1 - near_BK1).sum(-1)
+        higher.append(twice / 2)
+    known_BS = F.pad((~all_BS.isnan()).cumsum(1), (1, 0))
+    count_BT = known_BS[:, _WINDOW : _WINDOW + length] - known_BS[:, :length]
+    return torch.cat(higher, dim=1), count_BT.float()
 
 
 def threshold_mask(

@@ -15,7 +15,7 @@ import torch
 
 from ..data.batches import INPUTS, prompts_of
 from ..evaluation.cost import route_cost
-from ..evaluation.served import read_behind_prompts, read_generated
+from ..evaluation.served import as_base, read_behind_prompts, read_generated
 from ..inference.calibration import active_routings, set_budget
 from ..inference.restoring import restored
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
@@ -297,7 +297,7 @@ def collect_tokens(
                     read = int(prompts_of({"input_ids": ids})[0].sum())
                 else:
                     last, logits = _decided(model, ids, prompt.shape[1])
-                with model.disable_adapter():
+                with as_base(model):
                     dense = model(ids, use_cache=False).logits
                 run = run_data(
                     last,

@@ -34,12 +34,7 @@ def decide(
         ValueError: The decision to replay has another shape.
     """
     last = plan.last_tokens
-    routed = token_mask
-    if last is not None:
-        if token_mask is None:
-            routed = ~last
-        else:
-            routed = token_mask & ~last
+    routed = decided_tokens(plan, token_mask)
     mask = None
     probs = torch.sigmoid(scores / plan.temperature)
     if plan.replayed is not None:
@@ -63,6 +58,9 @@ def decide(
             predicted=predicted,
             experts=experts,
             dropped=plan.config.experts_dropped_in(layer_index),
+            earlier=plan.earlier,
+            expected=None if plan.expected is None else plan.expected.reached(scores.detach()),
+            share=None if plan.expected is None else plan.expected.share(plan.budget),
         )
         # Of a budget of 1, which no score fails to reach.
         if plan.rule == "full":
@@ -77,3 +75,17 @@ def decide(
     if plan.replayed is None:
         mask = mask | last
     return mask, probs.masked_fill(last, 1.0)
+
+
+def decided_tokens(plan: RoutePlan, token_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The tokens that are decided about, bool `[B, T]`: real ones, and not the last,
+    which run in full; None for all.
+
+    Args:
+        plan: As of `decide`, as is `token_mask`.
+    """
+    if plan.last_tokens is None:
+        return token_mask
+    if token_mask is None:
+        return ~plan.last_tokens
+    return token_mask & ~plan.last_tokens

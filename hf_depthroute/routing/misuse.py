@@ -82,7 +82,7 @@ def warn_of_thresholds(routing: Routing, plan: RoutePlan) -> None:
     config = plan.config
     if (
         plan.budget >= 1.0
-        or plan.rule != "threshold"
+        or plan.rule not in ("threshold", "running")
         or not config.takes_budget()
         or routing.state.settings.selection
     ):

@@ -19,7 +19,7 @@ from ..parts.gates import GATES
 from ..parts.rules import RULES
 from ..parts.targets import TARGETS, TargetTraits
 from .misuse import warn_of_thresholds
-from .thresholds import BudgetController, ScoreQuantiles
+from .thresholds import BudgetController, Expected, ScoreQuantiles
 
 if TYPE_CHECKING:
     from .routing import Routing
@@ -56,6 +56,9 @@ class RoutePlan:
             decoding step with `phases="prefill"`), and the host knows it.
         kept: Bool `[B, T]` by layer index: the tokens that have not left early in this forward
             pass. Layers add theirs.
+        earlier: `[B, P]`, the scores of each sequence's earlier tokens, for the rule `"running"`;
+            None without any.
+        expected: What that rule knows of the layer's scores beforehand.
         executor: How the routed part is run at inference, `"auto"` or a row of
             `execution.executors.EXECUTORS`.
         training: Whether this is a step of training: in training mode, with gradients.
@@ -77,6 +80,8 @@ class RoutePlan:
     last_tokens: torch.Tensor | None = None
     everything: bool = False
     kept: dict[int, torch.Tensor] | None = None
+    earlier: torch.Tensor | None = None
+    expected: Expected | None = None
     executor: str = "auto"
     training: bool = False
 
@@ -102,6 +107,7 @@ class Asked(NamedTuple):
     budget: float
     fixed_threshold: float | None
     temperature: float
+    causal_rule: str
 
 
 def shape_class(batch: int, length: int) -> tuple[bool, int]:
@@ -124,7 +130,12 @@ def plan_of(
         return None
     config = routing.config(name)
     settings = routing.state.settings
-    asked = Asked(config.budget, config.fixed_threshold, cast(float, config.gate_temperature))
+    asked = Asked(
+        config.budget,
+        config.fixed_threshold,
+        cast(float, config.gate_temperature),
+        config.causal_rule,
+    )
     executor = settings.executor
     if (
         routing.tuned
@@ -210,9 +221,9 @@ def make_plan(
         rule = "soft"
     elif settings.selection or training:
         rule = settings.selection or cast(str, config.selection)
-    elif config.causal_rule == "predictor":
-        rule = "predictor"
     else:
+        rule = config.inference_rule
+    if rule == "running" and budget >= 1.0:
         rule = "threshold"
     mix = _mix_of(gate, config.scale_by_gate, rule)
     everything = not training and rule == "threshold" and mix == "hard" and budget >= 1.0
@@ -243,9 +254,15 @@ def make_plan(
         observed=settings.observed if training else {},
         last_tokens=last_tokens,
         everything=everything,
+        expected=_expected(routing, name, config) if rule == "running" else None,
         executor=executor,
         training=training,
     )
+
+
+def _expected(routing: Routing, name: str, config: DepthRouteConfig) -> Expected:
+    quantiles = cast(ScoreQuantiles, routing.depth_route_quantiles[name])
+    return Expected(quantiles.values, config.share_shift(routing.layer_index))
 
 
 def _replayed_of(gate: type[Gate], record: RouteRecord | None) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ Shapes: Q table entries, C routed layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,12 +15,12 @@ import torch
 from torch import nn
 
 from ..base.distributed import sum_over_processes, world_size
+from ..parts.rules import ALIKE
 
 if TYPE_CHECKING:
     from .trace import RouteRecord
 
 TABLE_SIZE = 201  # steps of half a percent
-_ALIKE = 1e-5  # relative; scores of one token in float32 differ by less, by the rows beside it
 NOT_FITTED = (
     "the thresholds of this adapter were never fitted to its scores, so the share of tokens that "
     "runs full is not the budget; call calibrate(model, batches), or train with a Trainer or with "
@@ -100,6 +101,33 @@ class ScoreQuantiles(nn.Module):
         self.measured = None
 
 
+class Expected(NamedTuple):
+    """What is known of a layer's scores before a text begins, for the rule of ranks.
+
+    Attributes:
+        table_Q: The layer's quantile table, by the budget that all layers hold together.
+        shift: From the log-odds of that budget to those of the layer's own share.
+    """
+
+    table_Q: torch.Tensor
+    shift: float
+
+    def share(self, budget: float) -> float:
+        """The share of the layer's tokens that a budget in (0, 1) runs in full."""
+        return 1 / (1 + (1 - budget) / budget * math.exp(-self.shift))
+
+    def reached(self, scores_BT: torch.Tensor) -> torch.Tensor:
+        """The share of tokens that reach each score, float32 `[B, T]`;
+        linear between the entries of the table."""
+        table_Q = self.table_Q.float()
+        above = torch.searchsorted(table_Q, scores_BT.contiguous()).clamp(1, len(table_Q) - 1)
+        low_BT = table_Q[above - 1]
+        high_BT = table_Q[above]
+        part = (scores_BT - low_BT) / (high_BT - low_BT).clamp(min=torch.finfo(torch.float32).tiny)
+        level = (above - 1 + part.clamp(0, 1)) / (len(table_Q) - 1)
+        return torch.sigmoid(torch.logit(1 - level, eps=1e-4) + self.shift)
+
+
 class BudgetController(nn.Module):
     """A score threshold that training moves against the sign of the load error,
     instead of a budget loss.
@@ -162,7 +190,7 @@ def threshold_table(scores: torch.Tensor) -> torch.Tensor:
     """
     table = quantile_table(scores)
     ordered = scores.detach().float().reshape(-1).sort().values
-    near = _ALIKE * (1 + table.abs())
+    near = ALIKE * (1 + table.abs())
     first = torch.searchsorted(ordered, table - near)
     end = torch.searchsorted(ordered, table + near, right=True)  # of the scores like the table's
     wanted = torch.linspace(0, 1, TABLE_SIZE, device=ordered.device) * len(ordered)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+from ..adapter.labels import as_served
 from ..files.shown import say
 from ..inference.calibration import active_routings
 from ..parts.gates import GATES
@@ -28,7 +29,6 @@ from ..routing.stack import routed_stack, state_of
 from .arguments import RoutingArguments
 from .log_lines import missed_budget, print_lines
 from .objective import RoutingObjective
-from .prompts import as_served
 from .record import known, remember_training, training_record
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class RoutingCallback(TrainerCallback):
         **kwargs: object,
     ) -> None:
         self._remember(args, state, kwargs)
-        self.objective.note_shares()
+        if not args.load_best_model_at_end:  # else the weights are of an earlier step
+            self.objective.note_shares()
         self.restore()
         missed = missed_budget(
             active_routings(self.objective.model)[0].active_config(), state.log_history
@@ -246,9 +247,7 @@ def _as_deployed(trainer: Trainer, model: nn.Module) -> Iterator[None]:
     if not hasattr(trainer, "ref_model") or any(GATES[config.gate].soft for config in configs):
         yield
         return
-    with state_of(model).override(
-        selection="predictor" if configs[0].causal_rule == "predictor" else "threshold"
-    ):
+    with state_of(model).override(selection=configs[0].inference_rule):
         yield
 
 
@@ -280,7 +279,8 @@ def provided(trainer: Trainer) -> Iterator[None]:
 
     Raises:
         ValueError: The model is routed, and no parameter of it trains; the losses would be added
-            twice; or `DataParallel` would copy the model.
+            twice; the trainer compares answers and the adapter routes prompts alone; or
+            `DataParallel` would copy the model.
     """
     model = cast(nn.Module, trainer.model)
     stack = routed_stack(model)
@@ -289,6 +289,14 @@ def provided(trainer: Trainer) -> Iterator[None]:
         routings = [routing for routing in stack.routed if routing.adapter() is not None]
     if routings and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(FROZEN)
+    if hasattr(trainer, "ref_model") and any(
+        routing.active_config().phases == "prefill" for routing in routings
+    ):
+        raise ValueError(
+            f"{type(trainer).__name__} compares log-probabilities of prompt and answer read in one "
+            "pass, where phases='prefill' would route the answers too: call set_phases(model, "
+            "'all') for this training"
+        )
     callbacks = trainer.callback_handler.callbacks
     ours = [callback for callback in callbacks if isinstance(callback, RoutingCallback)]
     if len(ours) > 1:

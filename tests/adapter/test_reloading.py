@@ -30,10 +30,13 @@ from hf_depthroute import (
     DepthRouteTrainer,
     DepthRouteTrainingArguments,
     allow_base_mismatch,
+    calibrate,
     get_depth_routed_model,
 )
 from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.routing.stack import routings_of
+from hf_depthroute.training.record import remember_training, remembered
 
 MEMORY = {"branch": "memory", "memory_slots": 8192, "memory_width": 2, "memory_heads": 1}
 
@@ -354,3 +357,27 @@ def test_files_that_another_process_replaces_meanwhile_are_read_again(
         model = PeftModel.from_pretrained(base, place)
     last = PeftModel.from_pretrained(build_base("llama"), folders[1])
     assert torch.equal(logits(model.eval()), logits(last.eval()))
+
+
+def test_other_weights_have_none_of_what_was_measured_before(tmp_path: Path) -> None:
+    text = {"input_ids": tokens(8, 40, seed=3)}
+    model, other = routed(build_base("llama")), routed(build_base("llama"))
+    for one in (model, other):
+        calibrate(one, text)
+        remember_training(one, {"steps": 3})
+    other.save_pretrained(tmp_path / "other")
+    model.load_adapter(tmp_path / "other", "default")
+    assert all(routing.active_quantiles().measured is None for routing in routings_of(model))
+    assert remembered(model, "default").training is None
+
+
+def test_the_best_checkpoint_has_no_shares_of_the_last_step(tmp_path: Path) -> None:
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1, 2, 3]))
+    arguments = DepthRouteTrainingArguments(
+        output_dir=str(tmp_path), max_steps=4, save_steps=1, eval_steps=1, eval_strategy="steps",
+        learning_rate=0.3, per_device_train_batch_size=2, load_best_model_at_end=True, report_to=[],
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    DepthRouteTrainer(model, arguments, train_dataset=rows(8), eval_dataset=rows(4, seed=5)).train()
+    assert all(routing.active_quantiles().measured is None for routing in routings_of(model))
+    assert remembered(model, "default").training is not None

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import build_base, build_routed, tokens
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from hf_depthroute import record_routes, set_budget
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.data.batches import prompts_of
 from hf_depthroute.evaluation import evaluate_budgets, mean_loss
 from hf_depthroute.inference.calibration import active_routings, use_selection
 from hf_depthroute.routing.trace import full_depth
@@ -220,3 +221,46 @@ def test_a_budget_out_of_range_is_refused_before_anything_runs(
 def test_batches_may_be_a_generator(model: PeftModel) -> None:
     rows = evaluate_budgets(model, (batch(2, 8, seed) for seed in range(3)), None, [0.5])
     assert rows == evaluate_budgets(model, [batch(2, 8, seed) for seed in range(3)], None, [0.5])
+
+
+@pytest.mark.parametrize("phases", ["all", "prefill"])
+def test_dense_is_the_model_that_the_router_was_put_on(phases: str) -> None:
+    """A LoRA adapter beside it stays on: the base without it would make routing look better than
+    nothing skipped."""
+    router = build_routed("llama", phases=phases)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        get_peft_model(router.get_base_model(), config, adapter_name="tuned")
+    text = [{"input_ids": tokens(4, 24, seed=8)}]
+    with full_depth(router):
+        logits = router(text[0]["input_ids"], use_cache=False).logits
+    counted = (
+        prompts_of(text[0])[1][:, :-1]
+        if phases == "prefill"
+        else torch.ones(4, 23, dtype=torch.bool)
+    )
+    expected = F.cross_entropy(logits[:, :-1][counted], text[0]["input_ids"][:, 1:][counted])
+    dense = evaluate_budgets(router, text, None, [0.5])[0]
+    assert dense.rule == "dense" and dense.loss == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_packed_documents_are_prompts_each() -> None:
+    model = build_routed("llama", "block", phases="prefill")
+    ids = tokens(8, 24, seed=9)
+    packed = {
+        "input_ids": ids.view(2, 96),
+        "position_ids": torch.arange(24).repeat(4)[None].expand(2, -1),
+    }
+    rows, found = (
+        evaluate_budgets(model, [batch], None, [0.5]) for batch in ({"input_ids": ids}, packed)
+    )
+    for one, other in zip(rows, found, strict=True):
+        if one.rule == "topk":  # the highest of a row, whatever documents it holds
+            continue
+        assert other.loss == pytest.approx(one.loss, abs=1e-5)
+        assert other.full_ratio == pytest.approx(one.full_ratio, abs=1e-6)
+    prompts, behind = prompts_of({"input_ids": ids}, tail=3)
+    assert all(
+        torch.equal(a.view(8, 24), b) for a, b in zip(prompts_of(packed, tail=3), (prompts, behind))
+    )

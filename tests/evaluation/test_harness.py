@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import lm_eval
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
-from models import VOCABULARY, routed
+from models import VOCABULARY, build_routed, routed
 from places import ROOT
 from text_models import save_base, word_tokenizer
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute.cli import main
+from hf_depthroute.cli.errors import CliError
+from hf_depthroute.cli.lm_eval import _refuse_padding
 from hf_depthroute.evaluation.harness import DepthRouteLM, evaluate_tasks, scores
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import count_routes
@@ -380,3 +383,23 @@ def test_a_task_whose_data_are_not_there_is_told_by_the_name_of_its_dataset(
         "error: dataset me/questions: not a local path and not in the local cache"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "refused"),
+    [
+        ({"phases": "prefill"}, [], "in one pass"),
+        ({"phases": "prefill"}, ["--batch_size", "1"], "in one pass"),
+        ({"phases": "prefill"}, ["-M", "depthroute"], None),
+        ({"granularity": "sequence", "target": "attention"}, [], None),
+        ({"granularity": "sequence", "target": "attention"}, ["-b", "8"], "pad without a mask"),
+        ({"granularity": "sequence", "target": "attention"}, ["-b=8", "--batch_size=1"], None),
+    ],
+)
+def test_lm_evals_own_model_is_refused_what_it_reads_otherwise(
+    fields: dict[str, Any], words: list[str], refused: str | None, tmp_path: Path
+) -> None:
+    build_routed("llama", **fields).save_pretrained(tmp_path)
+    context = pytest.raises(CliError, match=refused) if refused else nullcontext()
+    with context:
+        _refuse_padding(["run", "--model_args", f"pretrained=base,peft={tmp_path}", *words])

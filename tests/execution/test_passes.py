@@ -83,3 +83,16 @@ def test_prompts_alone_are_told_from_text_by_the_cache() -> None:
         model.generate(ids, GenerationConfig(max_new_tokens=2, use_cache=False))
     with model.disable_adapter():
         model.generate(input_ids=ids, max_new_tokens=2, use_cache=False)
+
+
+def test_a_mask_by_place_is_read_as_one_by_name() -> None:
+    """`AutoModel` gives people the bare decoder."""
+    model = build_routed("llama", "block", phases="prefill").get_base_model().model
+    ids, mask = tokens(2, 20, seed=3), torch.ones(2, 20, dtype=torch.long)
+    mask[0, 14:] = 0
+    with torch.no_grad():
+        by_name = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        by_place = model(ids, mask, use_cache=False).last_hidden_state
+        alone = model(ids[:1, :14], use_cache=False).last_hidden_state
+    torch.testing.assert_close(by_place, by_name)
+    torch.testing.assert_close(by_place[:1, :14], alone, atol=1e-5, rtol=1e-5)

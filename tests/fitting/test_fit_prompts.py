@@ -8,21 +8,25 @@ import itertools
 import json
 import random
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import cpu_offload
 from command_line import run
 from models import build_base, decoder_layers, tokens
 from peft import PeftModel
 from text_models import save_base, write_text
 
 from hf_depthroute import DepthRouteConfig, fit_router, record_routes
+from hf_depthroute.base.lm_head import logits_at
 from hf_depthroute.base.stack import stack_of
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import prompts_of, token_mask
+from hf_depthroute.evaluation import evaluate_budgets
 from hf_depthroute.evaluation.flops import count_flops
 from hf_depthroute.fitting import option_times
 from hf_depthroute.fitting.bar import FitBar
@@ -30,7 +34,7 @@ from hf_depthroute.fitting.option_times import PassTimes, in_time, time_savings
 from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of
 from hf_depthroute.fitting.prompts import fit_prompts
 from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics, text_gradients
-from hf_depthroute.fitting.text import FitWarning
+from hf_depthroute.fitting.text import FitWarning, split
 from hf_depthroute.inference.calibration import active_routings
 from hf_depthroute.routing.trace import routings_of
 from hf_depthroute.training.record import remembered
@@ -146,6 +150,8 @@ def test_what_is_kept_may_be_a_share_of_the_time(
     assert "60.0% of a prompt's time" in card and "time saved" in card and "FLOPs saved" not in card
     with pytest.raises(ConfigError, match="keep_of='seconds' must be one of: flops, time"):
         fit_router(build_base("llama"), TEXT, 0.6, config, keep_of="seconds")
+    with pytest.raises(ConfigError, match="rounds is of a fit for all tokens"):
+        fit_router(build_base("llama"), TEXT, 0.6, config, rounds=1)
     with pytest.raises(ConfigError, match="length=0 must be at least 1"):
         fit_router(build_base("llama"), TEXT, 0.6, config, length=0)
     everything = DepthRouteConfig(layers="all")
@@ -232,7 +238,7 @@ def test_the_time_that_is_left_is_that_of_passes_in_turn(monkeypatch: pytest.Mon
     clock, seen = [0.0], []
 
     def passed(model: Any, ids: torch.Tensor) -> None:
-        routed = not routings_of(model)[0]._disable_adapters
+        routed = routings_of(model)[0].adapter() is not None
         seen.append(routed)
         clock[0] += 100 if len(seen) == 1 else 8 if routed else 10
 
@@ -570,3 +576,82 @@ def test_the_command_fits_prompts(tmp_path: Path) -> None:
     assert json.loads((out / "adapter_config.json").read_text())["phases"] == "prefill"
     ended = run(*words, "--out", tmp_path / "other", "--target", "block")
     assert ended.code == 2 and "target='block': of prompts it is found" in ended.err
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6, 24, 30, 100])
+def test_every_option_is_timed_often_enough_and_no_longer_than_each_layer_has_had_all(
+    layers: int,
+) -> None:
+    options = [Option("ffn", "lowrank", rank) for rank in range(7)]
+    of_layers = {
+        index: dict.fromkeys(options[:6], StaticFit(0.0, 0.0, 0.0)) for index in range(layers)
+    }
+    of_layers[layers // 2][options[6]] = StaticFit(0.0, 0.0, 0.0)  # which no other layer has
+    rounds = option_times._rounds(of_layers)
+    timed = Counter(
+        taken
+        for number in range(rounds)
+        for taken in option_times._options_of(of_layers, number).values()
+    )
+    assert all(timed[option] >= 12 for option in options[:6])
+    assert timed[options[6]] >= 1
+
+    del of_layers[layers // 2][options[6]]
+    assert option_times._rounds(of_layers) == {1: 84, 2: 42, 6: 14, 24: 4, 30: 3, 100: 3}[layers]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_logits_of_some_positions_are_those_of_the_whole_pass(family: str) -> None:
+    base, ids = build_base(family), tokens(3, 20, seed=2)
+    behind = prompts_of({"input_ids": ids})[1]
+    behind[1] = False
+    with torch.no_grad():
+        whole = base(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(logits_at(base, {"input_ids": ids}, behind), whole[behind])
+        kept = []
+        head = base.get_output_embeddings().register_forward_hook(
+            lambda m, args, out: kept.append(out.shape[1])
+        )
+        logits_at(base, {"input_ids": ids}, behind)
+        head.remove()
+    assert kept == [int(behind[0].sum())]  # of 20
+
+
+@pytest.mark.parametrize("phases", ["all", "prefill"])
+def test_the_loss_of_a_fit_is_the_mean_of_all_tokens(phases: str) -> None:
+    """Rows are of all lengths, and some are padding alone."""
+    ids, mask = tokens(40, 60, seed=5), torch.ones(40, 60, dtype=torch.long)
+    for number in range(40):
+        mask[number, (60 if number % 9 else 8) - number % 5 :] = 0
+    mask[::20] = 0
+    text = [{"input_ids": i, "attention_mask": m} for i, m in zip(ids.split(4), mask.split(4))]
+    tail = {"prompt_tail": 1} if phases == "prefill" else {}
+    model = fit_router(
+        build_base("llama"), text, 0.8, DepthRouteConfig(layers="all", phases=phases, **tail)
+    )
+    held_out = split(text)[1]
+    dense, routed, *_ = evaluate_budgets(
+        model, held_out, None, [model.peft_config["default"].budget]
+    )
+    assert found(model)["loss_dense"] == pytest.approx(dense.loss, abs=1e-5)
+    if phases == "all":
+        assert found(model)["loss"] == pytest.approx(routed.loss, abs=1e-5)
+
+
+def test_an_offloaded_base_is_fitted_as_any_other() -> None:
+    models = []
+    for offloaded in (False, True):
+        base = build_base("llama")
+        if offloaded:
+            cpu_offload(base, execution_device=torch.device("cpu"))
+        models.append(
+            fit_router(
+                base, TEXT, 0.6, DepthRouteConfig(layers="all", phases="prefill", prompt_tail=1)
+            )
+        )
+    assert "neurons" in {option["branch"] for option in found(models[0])["layers"].values()}
+    assert found(models[1])["layers"].keys() == found(models[0])["layers"].keys()
+    for index, option in found(models[0])["layers"].items():
+        assert found(models[1])["layers"][index]["nats"] == pytest.approx(option["nats"], rel=1e-3)
+    logits = [model(input_ids=tokens(3, 40, seed=9), use_cache=False).logits for model in models]
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)

@@ -22,7 +22,7 @@ from peft import PeftModel
 from protocol import gap
 from row_counts import counted_rows
 from text_models import save_base
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_depthroute import (
     DepthRouteConfig,
@@ -548,3 +548,12 @@ def test_a_served_adapter_has_the_phases_that_were_asked_for(adapter: Path, tmp_
     assert len(decoder_layers(model)) == len(
         decoder_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
     )
+
+
+def test_what_one_generation_config_leaves_open_the_models_own_says() -> None:
+    model = build_routed("llama", phases="prefill")
+    model.get_base_model().generation_config.use_cache = False
+    settings = GenerationConfig(max_new_tokens=4, do_sample=False)
+    settings.use_cache = None
+    with pytest.raises(ConfigError, match="by the KV cache"):
+        model.generate(input_ids=tokens(1, 8), generation_config=settings)

@@ -16,6 +16,7 @@ from models import build_routed, tokens
 from torch import nn
 from training import make_trainer, rows, step_logs
 
+from hf_depthroute.adapter.labels import as_served
 from hf_depthroute.base.stack import stack_of
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing.stack import routings_of, state_of
@@ -25,7 +26,6 @@ from hf_depthroute.training import objective as objective_module
 from hf_depthroute.training.exits import exit_cross_entropy, observe_exits
 from hf_depthroute.training.losses import LOSSES, mean_probability, routing_losses
 from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
-from hf_depthroute.training.prompts import as_served
 
 
 def term(name: str, trace: RouteTrace, **inputs: Any) -> torch.Tensor:

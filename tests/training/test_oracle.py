@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from hf_depthroute.adapter.labels import as_served
 from hf_depthroute.base import lm_head
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.calibration import use_selection
@@ -28,7 +29,6 @@ from hf_depthroute.training.oracle import (
     UtilityLabels,
     prefix_utility,
 )
-from hf_depthroute.training.prompts import as_served
 
 LAYERS = (1, 2, 3)
 WINDOW, GAMMA = 3, 0.5

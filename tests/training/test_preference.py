@@ -245,3 +245,16 @@ def test_an_adapter_of_anothers_configuration_is_a_copy_of_it() -> None:
     assert all(
         int(routing.depth_route_quantiles["fresh"].updates) == 0 for routing in routings_of(model)
     )
+
+
+def test_a_policy_that_routes_prompts_alone_is_refused(tmp_path: Path) -> None:
+    """Its log-probabilities come from one pass, in which the answer would be
+    routed as a prompt is."""
+    model = trained(tmp_path, phases="prefill")
+    args = arguments(trl.DPOConfig, tmp_path, max_length=32)
+    data = datasets.Dataset.from_list(PAIRS)
+    trainer = trl.DPOTrainer(
+        model, args=args, train_dataset=data, processing_class=word_tokenizer()
+    )
+    with pytest.raises(ValueError, match=r"DPOTrainer .* set_phases\(model, 'all'\)"):
+        trainer.train()

@@ -11,15 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import build_routed, tokens
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from text_models import save_base, write_text
 from training import assert_same_tensors, gradients, make_trainer, training_arguments
+from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer
 
-from hf_depthroute import DepthRouteTrainer, record_routes
+from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, get_depth_routed_model, record_routes
+from hf_depthroute.adapter.labels import in_full
 from hf_depthroute.cli import main
+from hf_depthroute.routing.stack import state_of
 from hf_depthroute.routing.trace import full_depth, run_in_full
 from hf_depthroute.training.objective import RoutingObjective
-from hf_depthroute.training.prompts import collate_behind_prompts, in_full
+from hf_depthroute.training.prompts import collate_behind_prompts
 
 PROMPT, LENGTH = 8, 14
 
@@ -194,4 +197,94 @@ def test_the_command_trains_prompts_on_the_text_behind_them(
     assert (
         all(evaluated["behind_prompts"] for evaluated in record["evaluation"])
         and record["evaluation"]
+    )
+
+
+def served_loss(model: PeftModel) -> float:
+    with torch.no_grad():
+        logits = as_it_serves(model.eval(), row()["input_ids"][None])[0]
+    return float(F.cross_entropy(logits, row()["input_ids"][PROMPT:]))
+
+
+@pytest.mark.parametrize("gate", ["mlp", "sinks", "none"])
+def test_any_trainer_trains_and_evaluates_what_is_served(gate: str, tmp_path: Path) -> None:
+    """A router that was fitted has no gate to train, and then a plain Trainer has no
+    callback of ours."""
+    model = build_routed(
+        "llama", "block", gate=gate, phases="prefill", prompt_tail=2, selection="threshold"
+    )
+    expected = served_loss(model)
+    fields = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 1,
+        "learning_rate": 0.0,
+        "eval_strategy": "steps",
+    }
+    fields |= {"budget_weight": 0.0, "eval_steps": 1}
+    trainer, _ = make_trainer(
+        model.train(), [row()], tmp_path, cls=Trainer, eval_dataset=[row()], **fields
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    trainer.train()
+    (step,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert step.get("loss_lm", step["loss"]) == pytest.approx(expected, abs=2e-3)  # the log rounds
+    expected = served_loss(model)  # thresholds may have moved
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_lora_beside_a_router_of_prompts_trains_on_what_is_served(tmp_path: Path) -> None:
+    model = build_routed(
+        "llama", "block", gate="sinks", phases="prefill", prompt_tail=2, selection="threshold"
+    )
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    both = get_peft_model(model.get_base_model(), config, adapter_name="tuned")
+    expected = served_loss(both)
+    with torch.no_grad():
+        loss = both(input_ids=row()["input_ids"][None], labels=row()["labels"][None]).loss
+    assert float(loss) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_pass_that_fails_leaves_nothing_behind() -> None:
+    model = build_routed("llama", "block", phases="prefill", prompt_tail=2)
+    state, batch = state_of(model), {name: value[None] for name, value in row().items()}
+    seen = []
+    layer = model.get_base_model().model.layers[-1]
+    hook = layer.register_forward_hook(lambda *given: seen.append(state.settings.in_full) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch)
+    hook.remove()
+    assert seen[0] is not None and state.settings.in_full is None
+    with (
+        pytest.raises(ValueError, match="the input"),
+        run_in_full(model, torch.ones(1, 3, dtype=torch.bool)),
+    ):
+        model(**batch)  # what a caller says counts
+    assert state.settings.in_full is None
+    base = model.unload()
+    assert not base._forward_pre_hooks and not base._forward_hooks
+
+
+def test_a_classifier_reads_the_end_of_a_text_in_full_in_training_too() -> None:
+    base = LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+            num_attention_heads=2, num_labels=3, pad_token_id=0,
+        )
+    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "phases": "prefill",
+        "prompt_tail": 2,
+        "selection": "threshold",
+        "task_type": "SEQ_CLS",
+    }
+    model = get_depth_routed_model(base, DepthRouteConfig(layers="all", gate="none", **fields))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(
+            parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel())
+        )
+    ids, labels = tokens(4, 12) % 63 + 1, torch.tensor([0, 1, 2, 0])
+    with torch.no_grad():
+        expected = F.cross_entropy(model.eval()(input_ids=ids).logits, labels)
+    assert float(model.train()(input_ids=ids, labels=labels).loss) == pytest.approx(
+        float(expected), abs=1e-5
     )

@@ -1,0 +1,148 @@
+"""Where prompts alone are routed, a forward pass that is given labels computes the loss
+of what is served.
+
+A prompt and the text behind it then come in one pass: what predicts a label runs in full, as it
+does when it is generated. The decoder never sees labels, so a hook of the whole model tells it,
+whichever Trainer runs the model.
+
+Shapes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..base.lm_head import predicting
+from ..config.adapter import DepthRouteConfig
+from ..data.batches import document_starts
+from ..routing.stack import routed_stack
+from ..routing.trace import run_in_full
+from .injection import last_tokens_of, token_mask_of
+
+
+def listen(model: nn.Module) -> None:
+    """Hook `model`, which is routed; a second call changes nothing."""
+    if _begin not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_begin, with_kwargs=True)
+        model.register_forward_hook(_end, always_call=True)
+
+
+def stop_listening(model: nn.Module) -> None:
+    """Undo `listen`."""
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in (_begin, _end)]:
+            del hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+            model._forward_hooks_always_called.pop(key, None)
+
+
+def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
+    """Around a forward pass on `inputs`: with `phases="prefill"`,
+    what predicts a label runs in full (`in_full`).
+
+    Without labels of tokens, as of a classifier, it is the last tokens of every sequence.
+    """
+    config = None
+    if isinstance(inputs, Mapping):
+        config = _of_prompts_alone(model)
+    labels = None
+    if config is not None:
+        labels = inputs.get("labels")
+    if config is None or not isinstance(labels, torch.Tensor):
+        return nullcontext()
+    ids = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if not isinstance(ids, torch.Tensor):
+        return nullcontext()
+    if labels.shape == ids.shape[:2] and _predicts_tokens(model):
+        return run_in_full(model, in_full(inputs, config.last_in_full))
+    given = dict(inputs)
+    return run_in_full(
+        model, last_tokens_of(ids, token_mask_of((), given), given, config.last_in_full)
+    )
+
+
+def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
+    """The tokens of a batch for training that run in full where prompts alone are routed,
+    bool `[B, T]`.
+
+    They are those that predict a label, the last `tail` of the prompt before them, the one that
+    predicts the first label included, and what stands behind the last label. A prompt is what has
+    no label, as a completion-only collator leaves it; a conversation has several. A row whose every
+    token has a label has no prompt: no token of it has to.
+
+    Args:
+        inputs: `labels`, as in transformers, and optionally `attention_mask` and `position_ids`,
+            each `[B, T]`.
+        tail: At least 1.
+    """
+    labels_BT = inputs["labels"]
+    mask = inputs.get("attention_mask")
+    starts_BT = document_starts({**inputs, "input_ids": labels_BT})
+    if starts_BT is not None:  # what no token predicts: collators leave its label out
+        labels_BT = labels_BT.masked_fill(starts_BT, 0)
+    behind_BT = F.pad(predicting(labels_BT, mask), (0, 1))
+    before_BT = F.pad(behind_BT.cumsum(1), (1, 0))
+    ends_T = (
+        torch.arange(labels_BT.shape[1], device=labels_BT.device)
+        .add(tail)
+        .clamp(max=labels_BT.shape[1])
+    )
+    soon_BT = before_BT[:, ends_T] > before_BT[:, :-1]
+    later_BT = before_BT[:, -1:] > before_BT[:, :-1]
+    prompt_BT = (labels_BT == -100) & later_BT
+    if mask is not None:
+        prompt_BT &= mask.bool().to(labels_BT.device)
+    has_prompt_B1 = prompt_BT[:, 1:].any(
+        1, keepdim=True
+    )  # no token predicts the first one, which may have no label
+    return (soon_BT | ~later_BT) & has_prompt_B1
+
+
+def _of_prompts_alone(model: nn.Module) -> DepthRouteConfig | None:
+    """The configuration of an active adapter that routes prompts alone,
+    where no caller says what runs in full."""
+    stack = routed_stack(model)
+    if stack is None or stack.state.settings.in_full is not None:
+        return None
+    active = [routing.active_config() for routing in stack.routed if routing.adapter() is not None]
+    return next((config for config in active if config.phases == "prefill"), None)
+
+
+def _predicts_tokens(model: Any) -> bool:
+    read = getattr(model, "get_output_embeddings", None)
+    return read is not None and read() is not None
+
+
+class _Entered(threading.local):
+    """The passes of a thread that have begun, each with its model and what it has to leave."""
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[nn.Module, AbstractContextManager[None]]] = []
+
+
+_entered = _Entered()
+
+
+def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    names = ("input_ids", "attention_mask")  # of what comes without a name
+    served = as_served(model, {**dict(zip(names, args)), **kwargs})
+    served.__enter__()
+    _entered.passes.append((model, served))
+
+
+def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if (
+        _entered.passes and _entered.passes[-1][0] is model
+    ):  # else this pass did not get to its beginning
+        _entered.passes.pop()[1].__exit__(None, None, None)
