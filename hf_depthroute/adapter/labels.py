@@ -43,6 +43,12 @@ def stop_listening(model: nn.Module) -> None:
             model._forward_hooks_always_called.pop(key, None)
 
 
+def has_other_hooks(model: nn.Module) -> bool:
+    """Whether there are hooks of a model's forward pass besides those of `listen`."""
+    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
+    return any(hook not in (_begin, _end) for hook in hooks)
+
+
 def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
     """Around a forward pass on `inputs`: with `phases="prefill"`,
     what predicts a label runs in full (`in_full`).

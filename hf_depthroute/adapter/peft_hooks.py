@@ -166,16 +166,20 @@ def _load_adapter(
                 return load(self, model_id, adapter_name, *args, **kwargs)
             finally:
                 config.weights_hash = None
-                _forget_measured(base, adapter_name)
+                _forget_measured(base, adapter_name, trains=bool(kwargs.get("is_trainable")))
 
     return _loaded(read, self, adapter_name, model_id, kwargs)
 
 
-def _forget_measured(base: Any, adapter_name: str) -> None:
-    """What is known of an adapter's training and of its shares was of the weights before."""
+def _forget_measured(base: Any, adapter_name: str, trains: bool) -> None:
+    """Drop the record of an adapter's training and its shares: they were of the weights before.
+
+    A Trainer that goes on from its own checkpoint keeps the record.
+    """
     stack = routed_stack(base)
     for routing in () if stack is None else stack.routed:
-        routing.runs.pop(adapter_name, None)
+        if not trains:
+            routing.runs.pop(adapter_name, None)
         quantiles: Any = routing.depth_route_quantiles._modules.get(adapter_name)
         if quantiles is not None:
             quantiles.measured = None

@@ -49,7 +49,7 @@ def read_generated(
 
 
 def as_base(model: Any) -> AbstractContextManager[None]:
-    """Inside the block `model` is what its router was put on: a LoRA adapter beside it stays on.
+    """Inside the block `model` is what its router was put on; a LoRA adapter stays on.
 
     A router with base modules of its own (`modules_to_save`) is turned off by PEFT, which turns all
     adapters off.

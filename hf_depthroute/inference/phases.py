@@ -1,4 +1,4 @@
-"""What inference routes, all tokens or those of prompts alone, and by which rule."""
+"""`set_phases`: all tokens, or those of prompts alone; `set_causal_rule`: by which rule."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class RuleContext:
         experts: Int64 `[B, T, K]`, the expert of each pair; None if scores are not of pairs.
         dropped: Indices of the experts that this layer drops; none but with a gate that drops them.
         earlier: `[B, P]`, the scores of each sequence's tokens before these, NaN where they were
-            not decided; None where there are none.
+            not decided; None if there are none.
         expected: `[B, T]`, the share of tokens that reach a token's score, as far as it is known
             beforehand.
         share: The share of this layer's tokens that should run in full, by the rule of ranks.
@@ -264,7 +264,7 @@ def ranks_among_earlier(scores_BT: Tensor, earlier_BP: Tensor | None) -> tuple[T
     and how many there are.
 
     The last `_WINDOW` positions before a token count, of which NaN are left out. Scores of one
-    token differ in float32 by the rows beside it, so those that differ by less than that are alike.
+    token differ a little in float32, by the other rows of a batch: such ones are alike.
 
     Args:
         scores_BT: Float32 `[B, T]`.

@@ -102,7 +102,7 @@ class ScoreQuantiles(nn.Module):
 
 
 class Expected(NamedTuple):
-    """What is known of a layer's scores before a text begins, for the rule of ranks.
+    """A layer's scores on the text of the calibration, for the rule of ranks.
 
     Attributes:
         table_Q: The layer's quantile table, by the budget that all layers hold together.

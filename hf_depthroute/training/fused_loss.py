@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ..adapter.labels import has_other_hooks
 from ..base.families import FAMILIES
 from ..base.lm_head import logit_change
 from ..base.readable import is_watched, is_whole
@@ -144,9 +145,7 @@ def fused_loss_obstacle(model: nn.Module) -> str | None:
         return "the LM head and the vocabulary differ in size"
     if not is_whole(head.weight):
         return "the weight of the LM head is quantised, split or not loaded"
-    if is_watched(head) or any(
-        m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in (model, base)
-    ):
+    if is_watched(head) or any(has_other_hooks(m) or hasattr(m, "_hf_hook") for m in (model, base)):
         return "the model or its LM head has forward hooks"
     return None
 

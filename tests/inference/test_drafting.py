@@ -30,6 +30,7 @@ from text_models import save_base
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hf_depthroute import draft_view, lossless_generate, set_budget
+from hf_depthroute.adapter.labels import has_other_hooks
 from hf_depthroute.cli import errors, main
 from hf_depthroute.fitting.narrowing import narrowed
 from hf_depthroute.inference.drafting import DraftCounter, _Draft
@@ -382,7 +383,7 @@ def test_several_sequences_are_refused() -> None:
     with pytest.raises(ValueError, match="batch_size = 1"):
         lossless_generate(model, tokens(2, 6), draft=draft_view(model), **GREEDY)
     assert all(routing.state.settings == RunSettings() for routing in routings_of(model))
-    assert not model.get_base_model()._forward_pre_hooks
+    assert not has_other_hooks(model.get_base_model())
 
 
 # The search

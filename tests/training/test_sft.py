@@ -204,7 +204,9 @@ def test_a_loss_without_a_forward_pass_of_the_routers_is_refused(tmp_path: Path)
 def test_packed_rows_are_not_decided_as_one_sequence(tmp_path: Path) -> None:
     config = DepthRouteConfig(layers=[1], granularity="sequence")
     trainer = sft(tmp_path, token_data(), config=config, packing=True, max_length=24)
-    with pytest.raises(ValueError, match="granularity='sequence' decides once for a row"):
+    with pytest.raises(
+        ValueError, match="granularity='sequence' and causal_rule='running' decide by a row"
+    ):
         trainer.train()
 
 
