@@ -63,7 +63,7 @@ def draw(path: Path) -> None:
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_title(title)
         axis.set_xlabel("time of the prompt / dense time")
-        axis.set_xlim(0.65, 1.03)
+        axis.set_xlim(0.65, 1.05)
         axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     axes[0].set_ylabel("nats over dense, mean of five texts")
     write_bytes(path, png_of(figure, dpi=110))
