@@ -55,16 +55,16 @@ def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
 
     Without labels of tokens, as of a classifier, it is the last tokens of every sequence.
     """
-    config = None
-    if isinstance(inputs, Mapping):
-        config = _of_prompts_alone(model)
     labels = None
-    if config is not None:
+    if isinstance(inputs, Mapping):
         labels = inputs.get("labels")
-    if config is None or not isinstance(labels, torch.Tensor):
+    if not isinstance(labels, torch.Tensor):
         return nullcontext()
-    ids = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    if not isinstance(ids, torch.Tensor):
+    config = _of_prompts_alone(model)
+    ids = inputs.get("input_ids")
+    if ids is None:
+        ids = inputs.get("inputs_embeds")
+    if config is None or not isinstance(ids, torch.Tensor):
         return nullcontext()
     if labels.shape == ids.shape[:2] and _predicts_tokens(model):
         return run_in_full(model, in_full(inputs, config.last_in_full))

@@ -240,8 +240,13 @@ def test_lora_beside_a_router_of_prompts_trains_on_what_is_served(tmp_path: Path
     both = get_peft_model(model.get_base_model(), config, adapter_name="tuned")
     expected = served_loss(both)
     with torch.no_grad():
-        loss = both(input_ids=row()["input_ids"][None], labels=row()["labels"][None]).loss
-    assert float(loss) == pytest.approx(expected, abs=1e-5)
+        ids, labels = row()["input_ids"][None], row()["labels"][None]
+        embedded = both.get_input_embeddings()(ids)
+        losses = [
+            both(input_ids=ids, labels=labels).loss,
+            both(inputs_embeds=embedded, labels=labels).loss,
+        ]
+    assert [float(loss) for loss in losses] == pytest.approx([expected] * 2, abs=1e-5)
 
 
 def test_a_pass_that_fails_leaves_nothing_behind() -> None:
