@@ -71,9 +71,8 @@ def several_sequences() -> str:
         time["tokens_of_8"] for part, time in times["over_dense"].items() if part.startswith("all-")
     ]
     return (
-        f"**{span(some)}** for 2 to 16 on an EPYC with bfloat16, {without} for {plain['batch']} on "
-        "one without: the same width; SmolLM2-135M, a third skipped, 8 of them: "
-        f"{sum(of_eight) / len(of_eight):.2f}"
+        f"**{span(some)}** for 2 to 16 on an EPYC with bfloat16, {without} for {plain['batch']} "
+        f"without; SmolLM2-135M, a third skipped: {sum(of_eight) / len(of_eight):.2f} for 8"
     )
 
 
