@@ -43,13 +43,19 @@ _PASSING = ("weights_hash", "library_version", "inference_mode")
 
 @dataclass(frozen=True)
 class Facts:
-    """Attributes: config: The adapter's configuration. subfolder: Where it is below the folder;
-    None for the folder itself. others: Names and methods of the other adapters. depth: Decoder
-    layers of the base, where the configuration says it. parameters: Trained parameters, counted in
-    the weights or, where they are missing, as recorded; None if neither. thresholds:
-    `{layer: score}`; empty where no threshold of a budget decides. calibrated: Whether the
-    thresholds have seen text; None if it is not known. weights_hash: The hash of the weights; None
-    if it is not known. training: The record of the run, as in `training.json`.
+    """The facts that a card tells of an adapter.
+
+    Attributes:
+        config: The adapter's configuration.
+        subfolder: Where it is below the folder; None for the folder itself.
+        others: Names and methods of the other adapters.
+        depth: Decoder layers of the base, where the configuration says it.
+        parameters: Trained parameters, counted in the weights or, where they are missing, as
+            recorded; None if neither.
+        thresholds: `{layer: score}`; empty where no threshold of a budget decides.
+        calibrated: Whether the quantiles of its scores have seen text; None if it is not known.
+        weights_hash: The hash of the weights; None if it is not known.
+        training: The record of the run, as in `training.json`.
     """
 
     config: DepthRouteConfig
@@ -171,6 +177,8 @@ def _thresholds(
             table = ScoreQuantiles(1.0)
             table.set(value)
             thresholds[int(found[1])] = float(table(config.budget))
+    if config.inference_rule != "threshold":
+        return {}, calibrated
     return dict(sorted(thresholds.items())), calibrated
 
 

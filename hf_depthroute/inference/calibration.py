@@ -242,7 +242,10 @@ def thresholds(model: nn.Module) -> dict[int, float]:
     Empty where no threshold of a budget decides.
     """
     routings = gated_routings(model)
-    if not routings or not routings[0].active_config().takes_budget():
+    if not routings:
+        return {}
+    config = routings[0].active_config()
+    if not config.takes_budget() or config.inference_rule != "threshold":
         return {}
     return {h.layer_index: float(h.active_quantiles()(h.budget())) for h in routings}
 

@@ -38,6 +38,8 @@ def routing_summary(config: AdapterFields, layer: int | None = None) -> str:
         parts.append(memory)
     if config.phases != "all":
         parts.append(f"phases {config.phases}")
+    if config.causal_rule == "running":
+        parts.append("running ranks")
     return ", ".join(parts)
 
 

@@ -22,6 +22,7 @@ from hf_depthroute import (
     set_causal_rule,
 )
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.inference.calibration import thresholds
 from hf_depthroute.parts.rules import ranks_among_earlier
 
 
@@ -149,7 +150,12 @@ def test_it_is_saved_with_what_it_needs_and_not_without(tmp_path: Path) -> None:
     torch.testing.assert_close(read(loaded, ids), read(model, ids))
     assert loaded.peft_config["default"].layer_shares == pytest.approx(fitted.layer_shares)
 
+    card = (tmp_path / "running" / "README.md").read_text()
+    assert "| rule at inference | the score's rank among those of its own sequence" in card
+    assert thresholds(model) == {} and "running ranks" in str(model)
+
     set_causal_rule(loaded, "quantile")
+    assert len(thresholds(loaded)) == len(fitted.gated_layers())
     loaded.save_pretrained(str(tmp_path / "quantile"))
     assert "layer_shares" not in json.loads(
         (tmp_path / "quantile" / "adapter_config.json").read_text()
