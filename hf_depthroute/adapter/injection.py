@@ -81,7 +81,7 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     stack: RoutedStack = getattr(decoder, STACK)
     given = kwargs
     if len(args) > 1:  # a bare decoder may be given its mask by place
-        kwargs = dict(zip(inspect.signature(decoder.forward).parameters, args)) | kwargs
+        kwargs = by_name(decoder, args, kwargs)
     inputs = _inputs(args, kwargs)
     family = stack.family
     if not family.passes_keywords:
@@ -130,6 +130,11 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         _handed_down.set(context)
         return None
     return args, {**given, CONTEXT: context}
+
+
+def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `module`, by the names that its `forward` gives them."""
+    return dict(zip(inspect.signature(module.forward).parameters, args)) | kwargs
 
 
 def _of_shape(

@@ -20,31 +20,37 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.lm_head import predicting
+from ..base.stack import STACK
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import document_starts
-from ..routing.stack import routed_stack
+from ..routing.stack import RoutedStack, routed_stack
 from ..routing.trace import run_in_full
-from .injection import last_tokens_of, token_mask_of
+from .injection import by_name, last_tokens_of, token_mask_of
+
+_DECODER = "_depth_route_decoder"  # the attribute of a hooked model that holds its decoder stack
 
 
-def listen(model: nn.Module) -> None:
-    """Hook `model`, which is routed; a second call changes nothing."""
+def hook_labels(model: nn.Module, decoder: nn.Module) -> None:
+    """Hook `model`, whose decoder stack is routed; a second call changes nothing."""
     if _begin not in model._forward_pre_hooks.values():
+        model.__dict__[_DECODER] = (decoder,)  # in a tuple, so that it is no second child
         model.register_forward_pre_hook(_begin, with_kwargs=True)
-        model.register_forward_hook(_end, always_call=True)
+        model.register_forward_hook(_end, with_kwargs=True, always_call=True)
 
 
-def stop_listening(model: nn.Module) -> None:
-    """Undo `listen`."""
+def unhook_labels(model: nn.Module) -> None:
+    """Undo `hook_labels`."""
+    model.__dict__.pop(_DECODER, None)
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         for key in [key for key, hook in hooks.items() if hook in (_begin, _end)]:
             del hooks[key]
             model._forward_pre_hooks_with_kwargs.pop(key, None)
+            model._forward_hooks_with_kwargs.pop(key, None)
             model._forward_hooks_always_called.pop(key, None)
 
 
 def has_other_hooks(model: nn.Module) -> bool:
-    """Whether there are hooks of a model's forward pass besides those of `listen`."""
+    """Whether there are hooks of a model's forward pass besides those of `hook_labels`."""
     hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
     return any(hook not in (_begin, _end) for hook in hooks)
 
@@ -60,7 +66,10 @@ def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
         labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor):
         return nullcontext()
-    config = _of_prompts_alone(model)
+    stack = routed_stack(model)
+    if stack is None or stack.state.settings.in_full is not None:  # a caller has said so
+        return nullcontext()
+    config = _of_prompts_alone(stack)
     ids = inputs.get("input_ids")
     if ids is None:
         ids = inputs.get("inputs_embeds")
@@ -111,12 +120,8 @@ def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
     return (soon_BT | ~later_BT) & has_prompt_B1
 
 
-def _of_prompts_alone(model: nn.Module) -> DepthRouteConfig | None:
-    """The configuration of an active adapter that routes prompts alone,
-    where no caller says what runs in full."""
-    stack = routed_stack(model)
-    if stack is None or stack.state.settings.in_full is not None:
-        return None
+def _of_prompts_alone(stack: RoutedStack) -> DepthRouteConfig | None:
+    """The configuration of an active adapter that routes prompts alone."""
     active = [routing.active_config() for routing in stack.routed if routing.adapter() is not None]
     return next((config for config in active if config.phases == "prefill"), None)
 
@@ -127,28 +132,45 @@ def _predicts_tokens(model: Any) -> bool:
 
 
 class _Entered(threading.local):
-    """The passes of a thread that have begun, each with its model and what it has to leave."""
+    """The passes of a thread that have begun, and have to leave what `as_served` made."""
 
     def __init__(self) -> None:
-        self.passes: list[tuple[nn.Module, AbstractContextManager[None]]] = []
+        self.passes: list[AbstractContextManager[None]] = []
 
 
 _entered = _Entered()
 
 
 def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
-        return
-    names = ("input_ids", "attention_mask")  # of what comes without a name
-    served = as_served(model, {**dict(zip(names, args)), **kwargs})
+    if _concerns(model, args, kwargs):
+        _enter(model, args, kwargs)
+
+
+def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if _concerns(model, args, kwargs):
+        _leave()
+
+
+def _concerns(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a pass is given labels and routes prompts alone; a compiler follows it."""
+    labels = kwargs.get("labels")
+    if labels is None and len(args) > 1:
+        labels = by_name(model, args, kwargs).get("labels")
+    if labels is None:
+        return False
+    (decoder,) = model.__dict__[_DECODER]
+    return _of_prompts_alone(getattr(decoder, STACK)) is not None
+
+
+@torch.compiler.disable
+def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _entered.passes.append(nullcontext())  # left also where the next line fails
+    served = as_served(model, by_name(model, args, kwargs))
     served.__enter__()
-    _entered.passes.append((model, served))
+    _entered.passes[-1] = served
 
 
-def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    if (
-        _entered.passes and _entered.passes[-1][0] is model
-    ):  # else this pass did not get to its beginning
-        _entered.passes.pop()[1].__exit__(None, None, None)
+@torch.compiler.disable
+def _leave() -> None:
+    if _entered.passes:
+        _entered.passes.pop().__exit__(None, None, None)

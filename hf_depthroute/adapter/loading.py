@@ -37,7 +37,7 @@ from .files import (
     tensors_hash,
 )
 from .injection import leave
-from .labels import stop_listening
+from .labels import unhook_labels
 from .modules_to_save import key_in_file, unwrap
 from .source import read_whole, settle
 from .tensor_rules import WRAPPER, fault_of_values
@@ -174,7 +174,7 @@ def discard(model: nn.Module, adapter_name: str) -> None:
     if not any(len(routing.depth_route_gate) for routing in routings):
         leave(base)
         unguard(base)
-        stop_listening(base)
+        unhook_labels(base)
     if not configs:
         for name in ("peft_config", "_hf_peft_config_loaded"):
             base.__dict__.pop(name, None)

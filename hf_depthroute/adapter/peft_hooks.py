@@ -159,27 +159,24 @@ def _load_adapter(
         with _kept_where_it_is(base, model_id, kwargs):
             if not isinstance(config, DepthRouteConfig):
                 return load(self, model_id, adapter_name, *args, **kwargs)
-            config.weights_hash = _check_reload(
-                model_id, config, base, self._split_kwargs(kwargs)[0]
-            )
+            saved = _check_reload(model_id, config, base, self._split_kwargs(kwargs)[0])
+            config.weights_hash = saved.weights_hash
             try:
-                return load(self, model_id, adapter_name, *args, **kwargs)
+                loaded = load(self, model_id, adapter_name, *args, **kwargs)
             finally:
                 config.weights_hash = None
-                _forget_measured(base, adapter_name, trains=bool(kwargs.get("is_trainable")))
+            config.share_shifts = saved.share_shifts
+            _forget_measured(base, adapter_name)
+            return loaded
 
     return _loaded(read, self, adapter_name, model_id, kwargs)
 
 
-def _forget_measured(base: Any, adapter_name: str, trains: bool) -> None:
-    """Drop the record of an adapter's training and its shares: they were of the weights before.
-
-    A Trainer that goes on from its own checkpoint keeps the record.
-    """
+def _forget_measured(base: Any, adapter_name: str) -> None:
+    """Drop the record of an adapter's training and its shares: they were of the weights before."""
     stack = routed_stack(base)
     for routing in () if stack is None else stack.routed:
-        if not trains:
-            routing.runs.pop(adapter_name, None)
+        routing.runs.pop(adapter_name, None)
         quantiles: Any = routing.depth_route_quantiles._modules.get(adapter_name)
         if quantiles is not None:
             quantiles.measured = None
@@ -231,9 +228,8 @@ def _loaded(
 
 def _check_reload(
     source: Any, config: DepthRouteConfig, base: nn.Module, hub: Mapping[str, Any]
-) -> str | None:
-    """The hash of the weights of the adapter in `source`, which is the one in the model,
-    of another moment."""
+) -> DepthRouteConfig:
+    """The configuration in `source` of the adapter in the model, of another moment."""
     saved = PeftConfig.from_pretrained(source, **hub)
     if not isinstance(saved, DepthRouteConfig):
         raise AdapterMismatchError(
@@ -244,7 +240,7 @@ def _check_reload(
         check_base(base, saved.base_architecture or {})
     except AdapterMismatchError as error:
         raise AdapterMismatchError(f"{source}: {error}") from error
-    return saved.weights_hash
+    return saved
 
 
 def _state_dict_of(

@@ -29,7 +29,7 @@ from ..routing.trace import full_depth
 from .base_check import describe_base
 from .checks import check_generation, check_injection, check_name_is_free, default_rank
 from .injection import enter, leave
-from .labels import listen, stop_listening
+from .labels import hook_labels, unhook_labels
 from .loading import (
     PREFIX,
     discard,
@@ -181,7 +181,7 @@ class DepthRouteModel(BaseTuner):
         """Change the model, after all checks."""
         enter(stack)
         guard(model)
-        listen(model)
+        hook_labels(model, stack.decoder)
         self._fill(model, name, config, stack)
         self._mark_only_adapters_as_trainable(model)
         copy_modules(model, config, name, active=name in self.active_adapters)
@@ -263,7 +263,7 @@ class DepthRouteModel(BaseTuner):
         other PEFT methods included."""
         leave(self.model)
         unguard(self.model)
-        stop_listening(self.model)
+        unhook_labels(self.model)
         for name, config in list(self.peft_config.items()):
             if isinstance(config, DepthRouteConfig):
                 del self.peft_config[name]

@@ -290,9 +290,12 @@ def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
 
 def earlier_scores(cache: Any, index: int, batch: int) -> torch.Tensor | None:
     """The scores at the positions that layer `index` of a cache holds, `[B, P]`,
-    NaN where none was stored.
+    NaN where none was stored; None if it holds none.
 
-    None if it holds none.
+    Args:
+        cache: A transformers cache, or None.
+        index: Index of the layer.
+        batch: `B`, the sequences of this forward pass.
 
     Raises:
         ValueError: The layer is of fixed size.

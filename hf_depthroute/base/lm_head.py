@@ -76,10 +76,15 @@ class LMHead:
 
 
 def logits_at(model: Any, batch: Mapping[str, Any], wanted_BT: torch.Tensor) -> torch.Tensor:
-    """The logits `[N, V]` of the positions where `wanted_BT` is true, of a pass without a KV cache.
+    """The logits of some positions, `[N, V]`, of a pass without a KV cache.
 
-    No others go through the head where none of the batch's rows wants them and the model can be
-    told so.
+    A position that no row wants does not go through the head, where the model takes
+    `logits_to_keep`.
+
+    Args:
+        model: A causal language model.
+        batch: Its inputs, `input_ids` `[B, T]` among them.
+        wanted_BT: Bool, true at `N` positions.
     """
     if hasattr(model, "get_base_model"):
         base = model.get_base_model()

@@ -125,9 +125,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Attributes:
-    changes: All figures that both results have.
-    notes: One line each: what else differs.
+    """The differences between two results.
+
+    Attributes:
+        changes: All figures that both results have.
+        notes: One line each: what else differs.
     """
 
     changes: list[Change]

@@ -3,6 +3,7 @@ routed adapters."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -58,8 +59,17 @@ def _refuse_padding(words: Sequence[str]) -> None:
     its continuation come in one pass, so that prompts alone cannot be told.
     """
     found = _PEFT.search(" ".join(words))
-    model = _value(words, ("--model", "-M"), "hf")
-    if found is None or model == "depthroute":
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)  # reads as lm-eval's does
+    parser.add_argument("--model", "-M", default="hf")
+    parser.add_argument("--batch_size", "-b", default="1")
+    # Longer names that begin alike are not these options cut short.
+    parser.add_argument("--model_args", "-a")
+    parser.add_argument("--max_batch_size")
+    try:
+        given, _ = parser.parse_known_args(words)
+    except argparse.ArgumentError:  # lm-eval says what is missing
+        return
+    if found is None or given.model == "depthroute":
         return
     from .loading import load_adapter_config
 
@@ -67,25 +77,11 @@ def _refuse_padding(words: Sequence[str]) -> None:
     instead = f"use --model depthroute --model_args adapter={found[1]}"
     if config.phases == "prefill":
         raise CliError(
-            f"--model {model}: it reads a prompt and its continuation in one pass, and "
+            f"--model {given.model}: it reads a prompt and its continuation in one pass, and "
             f"phases='prefill' of {found[1]} would route both; {instead}"
         )
-    if config.granularity == "sequence" and _value(words, ("--batch_size", "-b"), "1") != "1":
+    if config.granularity == "sequence" and given.batch_size != "1":
         raise CliError(
-            f"--model {model}: its batches pad without a mask, which granularity='sequence' of "
-            f"{found[1]} would read; {instead}, or --batch_size 1"
+            f"--model {given.model}: its batches pad without a mask, which granularity='sequence' "
+            f"of {found[1]} would read; {instead}, or --batch_size 1"
         )
-
-
-def _value(words: Sequence[str], options: Sequence[str], default: str) -> str:
-    """The value of `OPTION VALUE` or `OPTION=VALUE`, under whichever of its names it is given;
-    the last one counts."""
-    found = default
-    for word, after in zip(words, (*words[1:], default)):
-        name, given, value = word.partition("=")
-        if name in options:
-            if given:
-                found = value
-            else:
-                found = after
-    return found

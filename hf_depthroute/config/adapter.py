@@ -30,9 +30,9 @@ class DepthRouteConfig(AdapterFields, PeftConfig):
             that package's name.
         gate_module: The module of the gate's class. Both are shown where the gate is not known, and
             never imported.
-        layer_shares: Written by the library, like the next four: the share of each gated layer's
-            tokens that ran in full where layers that hold a budget together were calibrated.
-            `causal_rule="running"` needs it.
+        share_shifts: Written by the library, like the next four: for layers that hold a budget
+            together, from its log-odds to those of the share of a layer's tokens that ran in full
+            where they were calibrated. `causal_rule="running"` needs it.
         base_architecture: What the base is, and some of its weights.
         format_version: The version of the saved files' form. A newer one than this library knows is
             refused.
@@ -70,7 +70,7 @@ def renumber(config: DepthRouteConfig, places: Mapping[int, int]) -> None:
     config.static_layers = [
         places[index] for index in config.static_layers or () if index in places
     ] or None
-    for field in (*PATTERNS, "layer_shares"):
+    for field in (*PATTERNS, "share_shifts"):
         pattern = getattr(config, field) or {}
         setattr(
             config,

@@ -122,6 +122,8 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
             "gate that takes one, threshold='budget', granularity='token' and target='ffn', "
             "'attention' or 'block'"
         )
+    if c.causal_rule == "running" and c.selection == "controller":
+        yield "causal_rule='running' asks no threshold, which selection='controller' moves"
     if c.causal_rule == "predictor" and c.selection != "topk":
         yield "causal_rule='predictor' foresees the top-k choice; use it with selection='topk'"
     if c.selection == "controller" and c.fixed_threshold is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -65,7 +64,7 @@ class AdapterFields(RoutingFields):
     trainable_token_indices: list[int] | None = None
     gate_package: str | None = field(default=None, repr=False)
     gate_module: str | None = field(default=None, repr=False)
-    layer_shares: dict[int, float] | None = field(default=None, repr=False)
+    share_shifts: dict[int, float] | None = field(default=None, repr=False)
     base_architecture: dict[str, Any] | None = field(default=None, repr=False)
     format_version: int = FORMAT_VERSION
     library_version: str | None = None
@@ -155,13 +154,12 @@ class AdapterFields(RoutingFields):
         """
         if self.budget_scope == "layer":
             return 0.0
-        if self.layer_shares is None or layer_index not in self.layer_shares:
+        if self.share_shifts is None or layer_index not in self.share_shifts:
             raise ConfigError(
                 "causal_rule='running' needs the share of each layer, since budget_scope='global' "
                 "has one budget for all of them; call calibrate(model, batches)"
             )
-        together = sum(self.layer_shares.values()) / len(self.layer_shares)
-        return _log_odds(self.layer_shares[layer_index]) - _log_odds(together)
+        return self.share_shifts[layer_index]
 
     @property
     def inference_rule(self) -> str:
@@ -257,7 +255,7 @@ class AdapterFields(RoutingFields):
         """Check all fields, and fill in those that depend on others;
         `ConfigError` where a value cannot be used."""
         config: Any = self
-        for name in (*PATTERNS, "layer_shares"):
+        for name in (*PATTERNS, "share_shifts"):
             setattr(self, name, _by_index(getattr(self, name)))
         check_given(config)
         self._fill_in()
@@ -274,8 +272,8 @@ class AdapterFields(RoutingFields):
         ]
         if self.phases == "all":
             unused.append("phases")
-        if self.causal_rule != "running" or self.layer_shares is None:
-            unused.append("layer_shares")
+        if self.causal_rule != "running" or self.share_shifts is None:
+            unused.append("share_shifts")
         if not self.has_memory:
             unused.extend(MEMORY_FIELDS)
         module = module_of(GATES[self.gate])
@@ -316,11 +314,6 @@ def check_task(task_type: Any) -> None:
     """Raise `ConfigError` for a task that PEFT has no wrapper for, or none that fits."""
     what = f"is not supported; use one of: {', '.join(TASKS)}, or leave it out"
     require(task_type is None or task_type in list(TASKS), "task_type", task_type, what)
-
-
-def _log_odds(share: float) -> float:
-    share = min(max(share, 1e-4), 1 - 1e-4)
-    return math.log(share / (1 - share))
 
 
 def _by_index(pattern: Any) -> Any:

@@ -129,7 +129,7 @@ class RoutingFields:
             (Mixture-of-Depths).
         phases: What inference routes: `"all"` tokens, or those of the `"prefill"` only. Then, of
             every forward pass, the last tokens of each sequence run in full, and so does everything
-            that is generated. In training that is what has a label, behind a prompt without labels
+            that is generated. In a pass with `labels` that is what has one, behind a prompt without
             (-100); without such a prompt, all tokens are routed.
         prompt_tail: With phases prefill, how many of a sequence's last tokens run in full; by
             default one. The text behind a prompt reads most from them. `fit_router` of prompts

@@ -206,13 +206,13 @@ def check_given(c: DepthRouteConfig) -> None:
                 fits = value in list(values)
                 known = f"one of: {', '.join(values)}"
             require(fits, name, pattern, f"has {reprlib.repr(value)}; use {known}")
-    shares = c.layer_shares
-    mapped = shares is None or (
-        isinstance(shares, dict) and shares and _are_indices([*shares], 4096)
+    shifts = c.share_shifts
+    mapped = shifts is None or (
+        isinstance(shifts, dict) and shifts and _are_indices([*shifts], 4096)
     )
-    require(mapped, "layer_shares", shares, _AS_SAVED)
-    for share in (shares or {}).values():
-        _check_number("layer_shares", share, low=0.0, high=1.0)
+    require(mapped, "share_shifts", shifts, _AS_SAVED)
+    for shift in (shifts or {}).values():
+        _check_number("share_shifts", shift, low=-100.0, high=100.0)
     for name, allowed in CHOICES.items():
         _check_choice(name, getattr(c, name), allowed)
 

@@ -40,9 +40,9 @@ class BudgetRow:
 
     Attributes:
         budget: The fraction of tokens that should run full; 1 for the dense base.
-        rule: `"dense"` (adapter disabled), `"topk"` (a training rule, which sees the future),
-            `"threshold"` (the inference rule) or `"fixed"` (the inference rule of an adapter that
-            follows no budget).
+        rule: `"dense"` (the model without the router), `"topk"` (a training rule, which sees the
+            future), `"threshold"` (the inference rule, running ranks included) or `"fixed"` (the
+            inference rule of an adapter that follows no budget).
         loss: Mean next-token cross-entropy, in nats per token.
         perplexity: `exp(loss)`.
         full_ratio: The fraction of real tokens that did run full, mean over routed layers.

@@ -35,7 +35,7 @@ from ..files.versions import versions
 from ..inference.calibration import calibrate_budgets, gated_routings
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
-from ..routing.thresholds import Measured
+from ..routing.thresholds import Measured, share_shifts
 from ..routing.trace import full_depth
 from ..training.record import remember_training
 from .bar import FitBar
@@ -136,6 +136,10 @@ def fit_router(
             out than there are processes; or the model has no LM head.
     """
     if config is not None and config.phases == "prefill":
+        if config.causal_rule != "quantile":
+            raise ConfigError(
+                f"causal_rule={config.causal_rule!r}: a fit for prompts has no rule; leave it out"
+            )
         if rounds is not None:
             raise ConfigError(
                 "rounds is of a fit for all tokens: prompts are fitted once; leave it out"
@@ -206,12 +210,10 @@ def fit_router(
             layer.share = found.shares.get(index, 1.0)
         fitted = gated_routings(routed)[0].active_config()
         fitted.causal_rule = causal_rule
-        fitted.layer_shares = {
-            routing.layer_index: found.shares[routing.layer_index]
-            for routing in gated_routings(routed)
-        }
-        for routing in gated_routings(routed):
-            measured = Measured(routing.budget(), found.shares[routing.layer_index], "calibration")
+        gated = {routing: found.shares[routing.layer_index] for routing in gated_routings(routed)}
+        fitted.share_shifts = share_shifts({r.layer_index: share for r, share in gated.items()})
+        for routing, share in gated.items():
+            measured = Measured(routing.budget(), share, "calibration")
             routing.active_quantiles().measured = measured
         more_R = found.loss_R - dense_R
         ran_R = 1 - (1 - found.ran_R) * len(found.shares) / len(stack_of(routed).layers)
@@ -284,7 +286,7 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
         "budget_scope": "global",
         "selection": "threshold",
     }
-    values |= {"causal_rule": "quantile", "layer_shares": None}
+    values |= {"causal_rule": "quantile", "share_shifts": None}
     kept = {
         name: value
         for name, value in values.items()

@@ -20,7 +20,13 @@ from ..config.adapter import check_budget
 from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.gates import GATES
 from ..routing.stack import in_turn, routings_of, state_of
-from ..routing.thresholds import NOT_FITTED, Measured, table_through, threshold_table
+from ..routing.thresholds import (
+    NOT_FITTED,
+    Measured,
+    share_shifts,
+    table_through,
+    threshold_table,
+)
 from ..routing.trace import count_routes, record_routes
 from .restoring import restored_on_error
 
@@ -83,9 +89,9 @@ def calibrate(
         _adopt(routings, budget)
         ratios = counter.full_ratio()
         if config.budget_scope == "global":
-            config.layer_shares = {
-                routing.layer_index: ratios[routing.layer_index] for routing in routings
-            }
+            config.share_shifts = share_shifts(
+                {routing.layer_index: ratios[routing.layer_index] for routing in routings}
+            )
         for routing in routings:
             routing.active_quantiles().measured = Measured(
                 budget, ratios[routing.layer_index], "calibration"

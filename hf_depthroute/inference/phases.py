@@ -64,12 +64,14 @@ def set_causal_rule(model: nn.Module, rule: str) -> None:
         ValueError: No routed layer is active.
     """
     config = active_routings(model)[0].active_config()
+    if rule == config.causal_rule:
+        return
     if "predictor" in (rule, config.causal_rule):
         raise ConfigError(
             f"causal_rule={rule!r}: the adapter has causal_rule={config.causal_rule!r}, for good"
         )
     changed = type(config)(
-        **{**config.to_dict(), "causal_rule": rule, "layer_shares": config.layer_shares}
+        **{**config.to_dict(), "causal_rule": rule, "share_shifts": config.share_shifts}
     )
     if rule == "running":
         for index in changed.gated_layers():

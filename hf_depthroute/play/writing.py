@@ -16,6 +16,7 @@ import torch
 from peft import PeftModel
 
 from ..base.stack import stack_of
+from ..evaluation.served import as_base
 from ..routing.trace import RouteTrace, record_routes
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tup
     plain = _Reader(model)
     with torch.no_grad():
         _Reader(model).read(ids)
-        with model.disable_adapter():
+        with as_base(model):
             _Reader(model).read(ids)
     while (routed.written < new_tokens and not routed.ended) or (
         dense.written < new_tokens and not dense.ended
@@ -99,7 +100,7 @@ def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tup
                 routed.layers += layers_run(trace, depth)
             if not dense.ended:
                 dense.layers += [float(depth)] * (len(dense.ids) - plain.done)
-                plain.extend(dense, model.disable_adapter())
+                plain.extend(dense, as_base(model))
         yield routed, dense
 
 

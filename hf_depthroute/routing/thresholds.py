@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .trace import RouteRecord
 
 TABLE_SIZE = 201  # steps of half a percent
+_NEVER = 1e-4  # a share of the tokens that is as good as none
 NOT_FITTED = (
     "the thresholds of this adapter were never fitted to its scores, so the share of tokens that "
     "runs full is not the budget; call calibrate(model, batches), or train with a Trainer or with "
@@ -125,7 +126,22 @@ class Expected(NamedTuple):
         high_BT = table_Q[above]
         part = (scores_BT - low_BT) / (high_BT - low_BT).clamp(min=torch.finfo(torch.float32).tiny)
         level = (above - 1 + part.clamp(0, 1)) / (len(table_Q) - 1)
-        return torch.sigmoid(torch.logit(1 - level, eps=1e-4) + self.shift)
+        return torch.sigmoid(torch.logit(1 - level, eps=_NEVER) + self.shift)
+
+
+def share_shifts(shares: Mapping[int, float]) -> dict[int, float]:
+    """From the log-odds of the share of all layers together to those of each layer's share.
+
+    Args:
+        shares: By layer index, in [0, 1].
+    """
+
+    def log_odds(share: float) -> float:
+        share = min(max(share, _NEVER), 1 - _NEVER)
+        return math.log(share / (1 - share))
+
+    together = sum(shares.values()) / len(shares)
+    return {index: log_odds(share) - log_odds(together) for index, share in shares.items()}
 
 
 class BudgetController(nn.Module):

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,7 +30,7 @@ from ..routing.stack import routed_stack, state_of
 from .arguments import RoutingArguments
 from .log_lines import missed_budget, print_lines
 from .objective import RoutingObjective
-from .record import known, remember_training, training_record
+from .record import known, record_of, remember_training, training_record
 
 if TYPE_CHECKING:
     from transformers import TrainerControl
@@ -42,6 +43,7 @@ class RoutingCallback(TrainerCallback):
 
     objective: RoutingObjective  # while training runs, and `begun` is not 0
     begun = 0.0
+    before: Mapping[str, Any] = MappingProxyType({})  # the record that training started with
 
     def on_train_begin(
         self,
@@ -59,6 +61,8 @@ class RoutingCallback(TrainerCallback):
         """Note the run so far with the model, for the card of a checkpoint or of the end."""
         model = given["model"]
         dataset = known(lambda: given["train_dataloader"].dataset)
+        if not record_of(model):  # a checkpoint that was loaded has none
+            remember_training(model, self.before)
         remember_training(
             model, training_record(args, state, model, dataset, time.monotonic() - self.begun)
         )
@@ -323,6 +327,8 @@ def provided(trainer: Trainer) -> Iterator[None]:
         )
     if ours:
         print_lines(trainer)
+        for callback in ours:
+            callback.before = record_of(model)
     try:
         yield
     finally:

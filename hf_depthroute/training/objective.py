@@ -55,6 +55,13 @@ class RoutingObjective:
         labels = arguments.uses_oracle() or arguments.cgs_weight > 0
         if labels and any(routing.active_config().phases == "prefill" for routing in routings):
             raise ConfigError(NO_LABELS)
+        config = routings[0].active_config()
+        if config.causal_rule == "running" and config.budget_scope == "global":
+            raise ConfigError(
+                "causal_rule='running' with budget_scope='global' needs the shares of the layers, "
+                "which training moves: train with 'quantile', then call calibrate(model, batches) "
+                "and set_causal_rule(model, 'running')"
+            )
         self.arguments = arguments
         self.model = model
         gates = []

@@ -129,7 +129,10 @@ def track_thresholds(trace: RouteTrace) -> None:
     ]
     if not routings:
         return
-    pooled = routings[0].active_config().budget_scope == "global"
+    config = routings[0].active_config()
+    pooled = config.budget_scope == "global"
+    if pooled:
+        config.share_shifts = None  # of the gates as they were
     tables = quantile_tables([trace[routing.layer_index] for routing in routings], pooled)
     for routing, table in zip(routings, tables):
         routing.active_quantiles().track(table)

@@ -20,9 +20,11 @@ from peft import PeftModel
 from transformers import AutoTokenizer
 
 from hf_depthroute import calibrate, set_causal_rule, use_budget
+from hf_depthroute.parts import rules
 from hf_depthroute.routing.trace import count_routes
 
-LOWER = 0.93  # of the adapter's budget
+LOWER = 0.96  # of the adapter's budget: about as small a share as running ranks leave
+PRIORS = (32, 128)  # other weights of the calibration than the library's
 
 
 @torch.no_grad()
@@ -89,8 +91,10 @@ def main() -> None:
     with use_budget(model, LOWER * budget):
         found["quantile at a lower budget"] = measured(model, reported, dense)
     set_causal_rule(model, "running")
-    print("running", flush=True)
-    found["running"] = measured(model, reported, dense)
+    for prior in (rules._PRIOR, *PRIORS):
+        print(f"running, the calibration counts as {prior} tokens", flush=True)
+        rules._PRIOR = prior
+        found[f"running {prior}"] = measured(model, reported, dense)
     args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -108,7 +108,7 @@ def test_every_training_argument_and_every_adapter_field_is_an_option() -> None:
     for field in dataclasses.fields(RoutingArguments):
         assert (field.name, defaults.get(field.name, "absent")) == (field.name, field.default)
     inherited = {field.name for field in dataclasses.fields(PeftConfig)}
-    written = inherited | FILLED | {"trainable_token_indices", "layer_shares"}
+    written = inherited | FILLED | {"trainable_token_indices", "share_shifts"}
     own = {
         field.name: field.default
         for field in dataclasses.fields(DepthRouteConfig)

@@ -394,6 +394,10 @@ def test_a_task_whose_data_are_not_there_is_told_by_the_name_of_its_dataset(
         ({"granularity": "sequence", "target": "attention"}, [], None),
         ({"granularity": "sequence", "target": "attention"}, ["-b", "8"], "pad without a mask"),
         ({"granularity": "sequence", "target": "attention"}, ["-b=8", "--batch_size=1"], None),
+        ({"granularity": "sequence", "target": "attention"}, ["-b8"], "pad without a mask"),
+        ({"granularity": "sequence", "target": "attention"}, ["--batch", "8"], "pad without"),
+        ({"phases": "prefill"}, ["-Mdepthroute"], None),
+        ({"phases": "prefill"}, ["--model"], None),
     ],
 )
 def test_lm_evals_own_model_is_refused_what_it_reads_otherwise(

@@ -11,11 +11,13 @@ import pytest
 import torch
 from models import build_base, build_routed, tokens
 from peft import PeftModel
+from training import make_trainer, rows
 from transformers import DynamicCache
 
 from hf_depthroute import (
     DepthRouteConfig,
     calibrate,
+    draft_view,
     fit_router,
     record_routes,
     set_budget,
@@ -24,6 +26,7 @@ from hf_depthroute import (
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.calibration import thresholds
 from hf_depthroute.parts.rules import ranks_among_earlier
+from hf_depthroute.routing.stack import routings_of
 
 
 def running_model(**fields: Any) -> Any:
@@ -143,12 +146,12 @@ def test_it_is_saved_with_what_it_needs_and_not_without(tmp_path: Path) -> None:
     model = fit_router(build_base("llama"), text, 0.6, config, rounds=1)
     fitted = model.peft_config["default"]
     assert fitted.causal_rule == "running"
-    assert set(fitted.layer_shares) == set(fitted.gated_layers())
+    assert set(fitted.share_shifts) == set(fitted.gated_layers())
     ids = tokens(2, 60, seed=7)
     model.save_pretrained(str(tmp_path / "running"))
     loaded = PeftModel.from_pretrained(build_base("llama"), str(tmp_path / "running")).eval()
     torch.testing.assert_close(read(loaded, ids), read(model, ids))
-    assert loaded.peft_config["default"].layer_shares == pytest.approx(fitted.layer_shares)
+    assert loaded.peft_config["default"].share_shifts == pytest.approx(fitted.share_shifts)
 
     card = (tmp_path / "running" / "README.md").read_text()
     assert "| rule at inference | the score's rank among those of its own sequence" in card
@@ -157,7 +160,7 @@ def test_it_is_saved_with_what_it_needs_and_not_without(tmp_path: Path) -> None:
     set_causal_rule(loaded, "quantile")
     assert len(thresholds(loaded)) == len(fitted.gated_layers())
     loaded.save_pretrained(str(tmp_path / "quantile"))
-    assert "layer_shares" not in json.loads(
+    assert "share_shifts" not in json.loads(
         (tmp_path / "quantile" / "adapter_config.json").read_text()
     )
     plain = PeftModel.from_pretrained(build_base("llama"), str(tmp_path / "quantile")).eval()
@@ -186,3 +189,38 @@ def test_what_it_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="causal_rule='running'"):
             DepthRouteConfig(causal_rule="running", **fields)
+
+
+def test_shares_of_layers_go_with_the_weights(tmp_path: Path) -> None:
+    text = {"input_ids": tokens(12, 60, seed=8)}
+    fields = {"budget_scope": "global", "selection": "threshold"}
+    one, other = (build_routed("llama", seed=seed, layers="all", **fields) for seed in (0, 1))
+    for model in (one, other):
+        calibrate(model, text)
+        set_causal_rule(model, "running")
+    assert one.peft_config["default"].share_shifts != other.peft_config["default"].share_shifts
+    other.save_pretrained(str(tmp_path))
+    one.load_adapter(str(tmp_path), "default")
+    ids = tokens(2, 60, seed=9)
+    torch.testing.assert_close(read(one, ids), read(other, ids))
+
+    before = other.peft_config["default"].share_shifts
+    draft = draft_view(other, drop=[1])
+    left = next(routings_of(draft).__iter__()).active_config()
+    assert [left.share_shift(place) for place in range(3)] == [before[0], before[2], before[3]]
+
+
+def test_training_with_a_budget_of_all_layers_is_refused_and_leaves_no_old_shares(
+    tmp_path: Path,
+) -> None:
+    model = build_routed("llama", layers="all", budget_scope="global", selection="threshold")
+    calibrate(model, {"input_ids": tokens(12, 60, seed=8)})
+    set_causal_rule(model, "running")
+    with pytest.raises(ConfigError, match="train with 'quantile'"):
+        make_trainer(model, rows(4), tmp_path)
+    set_causal_rule(model, "quantile")
+    make_trainer(model.train(), rows(4), tmp_path, max_steps=1)[0].train()
+    with pytest.raises(ConfigError, match=r"call calibrate\(model, batches\)"):
+        set_causal_rule(model, "running")
+    with pytest.raises(ConfigError, match="selection='controller'"):
+        DepthRouteConfig(causal_rule="running", selection="controller")

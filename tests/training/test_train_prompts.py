@@ -244,9 +244,11 @@ def test_lora_beside_a_router_of_prompts_trains_on_what_is_served(tmp_path: Path
         embedded = both.get_input_embeddings()(ids)
         losses = [
             both(input_ids=ids, labels=labels).loss,
+            both(ids, labels=labels).loss,
+            both.get_base_model()(ids, None, None, None, None, labels).loss,
             both(inputs_embeds=embedded, labels=labels).loss,
         ]
-    assert [float(loss) for loss in losses] == pytest.approx([expected] * 2, abs=1e-5)
+    assert [float(loss) for loss in losses] == pytest.approx([expected] * 4, abs=1e-5)
 
 
 def test_a_pass_that_fails_leaves_nothing_behind() -> None:
@@ -293,3 +295,28 @@ def test_a_classifier_reads_the_end_of_a_text_in_full_in_training_too() -> None:
     assert float(model.train()(input_ids=ids, labels=labels).loss) == pytest.approx(
         float(expected), abs=1e-5
     )
+
+
+@pytest.mark.parametrize("gate", ["mlp", "none"])
+def test_a_compiled_model_has_the_loss_of_what_is_served(gate: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"phases": "prefill", "prompt_tail": 2, "selection": "threshold"}
+    model = build_routed("llama", "block", gate=gate, **fields)
+    expected = served_loss(model)
+    compiled = torch.compile(model, backend="eager")
+    batch = {name: value[None] for name, value in row().items()}
+    with torch.no_grad():
+        assert float(compiled(**batch).loss) == pytest.approx(expected, abs=1e-5)
+    for whole in (build_routed("llama"), build_routed("llama", phases="prefill")):
+        inputs = (
+            batch
+            if whole.peft_config["default"].phases == "all"
+            else {"input_ids": batch["input_ids"]}
+        )
+        with torch.no_grad():
+            torch.compile(whole, backend="eager", fullgraph=True)(**inputs, use_cache=False)
+    arguments = {"torch_compile": True, "torch_compile_backend": "eager", "learning_rate": 0.0}
+    arguments |= {"max_steps": 1, "per_device_train_batch_size": 1, "budget_weight": 0.0}
+    trainer, _ = make_trainer(model.train(), [row()], tmp_path, cls=Trainer, **arguments)
+    trainer.train()
+    (step,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert step.get("loss_lm", step["loss"]) == pytest.approx(expected, abs=2e-3)
