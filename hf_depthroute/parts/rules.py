@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ALIKE = 1e-5  # relative; scores of one token in float32 differ by less, by the rows beside it
-# Tokens of a sequence after which its own scores count for more than those of other text: the first
-# tokens of a text are worth more than they rank. On SmolLM2-135M, all tokens routed, five texts, one
-# fit (recipes/smollm2/rules.json), 512 lost 0.132 ± 0.010 nats with 0.684 of the calls, a lower budget
-# 0.127 ± 0.005 with as many; 128 lost 0.178 ± 0.022 with 0.665, and 32 0.229 ± 0.041 with 0.657.
+# Tokens of a sequence after which its own scores count for more than those of other text: the
+# first tokens of a text are worth more than they rank. On SmolLM2-135M, all tokens routed, five
+# texts, one fit (recipes/smollm2/rules.json), 512 lost 0.132 ± 0.010 nats with 0.684 of the calls,
+# a lower budget 0.127 ± 0.005 with as many; 128 lost 0.178 ± 0.022 with 0.665, and 32 lost
+# 0.229 ± 0.041 with 0.657.
 _PRIOR = 512
 _WINDOW = 2048  # tokens before a token that it is ranked among
 _TOGETHER = 256  # tokens that are ranked at one time
