@@ -268,7 +268,10 @@ class Controlled:
         self.layer_index = layer_index
         self.controller = BudgetController() if selection == "controller" else None
         self.config = SimpleNamespace(
-            selection=selection, budget_scope=scope, takes_budget=lambda: False
+            selection=selection,
+            budget_scope=scope,
+            takes_budget=lambda: False,
+            causal_rule="quantile",
         )
 
     def active_controller(self) -> BudgetController | None:
