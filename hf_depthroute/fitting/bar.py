@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,9 @@ class FitBar:
         text: Positions that `layer_done` stands for.
         shown: Whether it is drawn; None: where the output is a terminal and transformers' bars are
             on.
+
+    Attributes:
+        seconds: Of every phase that is over, by its label.
     """
 
     def __init__(self, layers: nn.ModuleList, passes: int, text: int, shown: bool | None) -> None:
@@ -35,6 +39,8 @@ class FitBar:
             disable = None
         else:
             disable = True
+        self.seconds: dict[str, float] = {}
+        self._phase: tuple[str, float] | None = None  # and when it began
         self.total = passes * len(layers)
         self.done = 0
         self._bar = tqdm(
@@ -57,8 +63,16 @@ class FitBar:
         self._bar.close()
 
     def phase(self, name: str) -> None:
-        """Label what comes."""
+        """Label what comes, and end the phase before."""
+        self.end_phase()
+        self._phase = name, time.monotonic()
         self._bar.set_description(f"fit: {name}")
+
+    def end_phase(self) -> None:
+        if self._phase is not None:
+            name, began = self._phase
+            self.seconds[name] = round(time.monotonic() - began, 1)
+            self._phase = None
 
     def layer_done(self) -> None:
         """A routed layer of a walk, which calls its parts alone."""

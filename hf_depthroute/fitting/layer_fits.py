@@ -74,6 +74,7 @@ class Fits:
             routing.active_quantiles().set(quantile_table(torch.zeros(1)))
         self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.routings}
         real = self.walk.real[self._fitted :]
+        bar.phase("gradients")
         self._gradients = text_gradients(model, held_out, real, self.config.seed, _DRAWS)
         self.metrics = stream_metrics(
             self._gradients, real, next(iter(self.routings.values())).width

@@ -92,11 +92,13 @@ class Search:
             each_of_all(sum(int(behind.sum()) for _, behind in masks[self._fitted :]))
         )
         counted = [behind for _, behind in masks[self._fitted :]]
+        bar.phase("gradients")
         self._gradients = text_gradients(model, held_out, counted, seed, _DRAWS)
         metrics = stream_metrics(
             self._gradients, self._cheap[self._fitted :], active_routings(model)[0].width
         )
         self.metrics = [metric if metric.any() else None for metric in metrics]
+        bar.phase("options of every layer")
         self._walk = LayerWalk(model, batches)
         saved = _savings(model, length, tail)
         states = self._walk.first()

@@ -144,7 +144,6 @@ def fit_prompts(
         sharing(),
         _bar(routed, text, held_out, progress) as bar,
     ):
-        bar.phase("options of every layer")
         if length is None:
             length = prompt_length(text)
         search = Search(
@@ -180,7 +179,9 @@ def fit_prompts(
         del search, branches
         bar.phase("the chosen ones")
         r2 = _refit(routed, own_part(text), tail, metrics)
+        bar.phase("losses")
         dense_R, loss_R, kl_R = _behind(routed, own_part(held_out), tail)
+        bar.end_phase()
     more_R = loss_R - dense_R
     record = {
         "fit": {
@@ -201,6 +202,7 @@ def fit_prompts(
             },
         },
         "seconds": round(time.monotonic() - started, 1),
+        "seconds_of": bar.seconds,
         "trainable_parameters": sum(p.numel() for p in routed.parameters() if p.requires_grad),
         "versions": versions(),
     }

@@ -206,6 +206,7 @@ def fit_router(
         routed, found = without_gates(routed, found, static, own)
         bar.phase("other budgets")
         calibrate_budgets(routed, own_part(last), _BUDGETS)
+        bar.end_phase()
         for index, layer in layers.items():
             layer.share = found.shares.get(index, 1.0)
         fitted = gated_routings(routed)[0].active_config()
@@ -232,6 +233,7 @@ def fit_router(
             "layers": {str(index): asdict(layer) for index, layer in layers.items()},
         },
         "seconds": round(time.monotonic() - started, 1),
+        "seconds_of": bar.seconds,
         "trainable_parameters": sum(p.numel() for p in routed.parameters() if p.requires_grad),
         "versions": versions(),
     }

@@ -37,7 +37,7 @@ from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics, 
 from hf_depthroute.fitting.text import FitWarning, split
 from hf_depthroute.inference.calibration import active_routings
 from hf_depthroute.routing.trace import routings_of
-from hf_depthroute.training.record import remembered
+from hf_depthroute.training.record import record_of, remembered
 
 TEXT = [{"input_ids": part} for part in tokens(20, 60, seed=5).split(4)]
 
@@ -539,13 +539,11 @@ def test_one_bar_counts_all_phases(
             super().__exit__(*error)
 
     monkeypatch.setattr("hf_depthroute.fitting.prompts.FitBar", Watched)
-    fit_prompts(build_base("llama"), TEXT, 0.6, progress=True)
+    record = record_of(fit_prompts(build_base("llama"), TEXT, 0.6, progress=True))
     shown = capsys.readouterr().err
-    assert (
-        "fit: options of every layer" in shown
-        and "fit: the chosen ones" in shown
-        and "100%" in shown
-    )
+    parts = ["gradients", "options of every layer", "the chosen ones", "losses"]
+    assert list(record["seconds_of"]) == parts
+    assert all(f"fit: {part}" in shown for part in parts) and "100%" in shown
     assert 0.8 <= reached[0] <= 1
 
 

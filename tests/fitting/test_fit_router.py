@@ -45,7 +45,7 @@ from hf_depthroute.parts.gate import Gate, ScoreHead
 from hf_depthroute.parts.gates import GATES
 from hf_depthroute.parts.regression import leading_directions, ridge_weights
 from hf_depthroute.routing.trace import count_routes
-from hf_depthroute.training.record import remembered
+from hf_depthroute.training.record import record_of, remembered
 
 
 def text(rows: int = 16, length: int = 64, seed: int = 0) -> list[dict[str, torch.Tensor]]:
@@ -505,6 +505,10 @@ def test_one_bar_counts_all_phases(
     shown = capsys.readouterr().err
     assert "fit: round 1 of 2" in shown and "fit: other budgets" in shown and "100%" in shown
     assert 0.8 <= reached[0] <= 1
+    record = record_of(model)
+    parts = {"gradients", "round 1 of 2", "round 2 of 2", "layers to leave out", "other budgets"}
+    assert record["seconds_of"].keys() >= parts
+    assert sum(record["seconds_of"].values()) <= record["seconds"] + 0.5  # each is rounded
     assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
 
 

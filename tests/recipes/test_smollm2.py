@@ -28,6 +28,16 @@ def recipe() -> Any:
     return module
 
 
+def other_script(name: str, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A script of the recipe's folder, which imports `run`."""
+    monkeypatch.setitem(sys.modules, "run", recipe)
+    spec = importlib.util.spec_from_file_location(f"smollm2_{name}", RECIPE.with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.nightly
 def test_every_part_is_measured_once(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,11 +92,7 @@ def test_tasks_are_answered_as_prompts_are_served(
 ) -> None:
     """PIQA on made-up items, in the files' own layout:
     dense and routed answer the same items, once."""
-    monkeypatch.setitem(sys.modules, "run", recipe)
-    spec = importlib.util.spec_from_file_location("smollm2_tasks", RECIPE.with_name("tasks.py"))
-    assert spec is not None and spec.loader is not None
-    tasks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tasks)
+    tasks = other_script("tasks", recipe, monkeypatch)
     rows = [
         {"goal": f"the cat sat {n}", "sol1": "a hat", "sol2": "on the mat", "label": n % 2}
         for n in range(60)
@@ -128,6 +134,32 @@ def test_tasks_are_answered_as_prompts_are_served(
     capsys.readouterr()
     tasks.main()
     assert "piqa, " not in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_the_parts_of_a_fit_are_timed(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = build_base("llama")
+    base.config.max_position_embeddings = 2048
+    base.save_pretrained(tmp_path / "base")
+    word_tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "text").mkdir()
+    for number, file in enumerate(recipe.FILES.values()):
+        write_text(tmp_path / "text" / file, lines=1200 + number)
+    out = tmp_path / "fit-times.json"
+    words = ["fit_times.py", "--model", tmp_path / "base", "--data", tmp_path / "text"]
+    words += ["--out", out, "--tokens", 4096, "--threads", 1]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    fit_times = other_script("fit_times", recipe, monkeypatch)
+    fit_times.main()
+    found = json.loads(out.read_text(encoding="utf-8"))
+    kinds = ("prompts", "all tokens")
+    assert list(found) == [f"{kind}, {d}" for d in ("bfloat16", "float32") for kind in kinds]
+    for fit in found.values():
+        assert 0 < sum(fit["seconds_of"].values()) <= fit["seconds"] + 1
+    fit_times.main()
+    assert json.loads(out.read_text(encoding="utf-8")) == found
 
 
 def test_the_picture_has_every_seed_that_was_timed(
