@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..base.stack import unwrapped
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import MEMORY_FIELDS, RoutingFields
 from ..files.shown import reason
@@ -161,10 +162,7 @@ def check_same(config: DepthRouteConfig, saved: DepthRouteConfig) -> None:
 def discard(model: nn.Module, adapter_name: str) -> None:
     """Take out an adapter that could not be loaded; without another one,
     the model is as it was before."""
-    if hasattr(model, "get_base_model"):
-        base: Any = cast(Any, model).get_base_model()
-    else:
-        base = model
+    base = unwrapped(model)
     routings = [module for module in base.modules() if isinstance(module, Routing)]
     for routing in routings:
         routing.delete_adapter(adapter_name)

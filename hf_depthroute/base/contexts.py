@@ -1,4 +1,5 @@
-"""Around forward passes: hooks that go again or belong to one thread, and eval mode that ends."""
+"""Around forward passes: hooks that go again or belong to one thread, eval mode that ends,
+and waiting for the device."""
 
 from __future__ import annotations
 
@@ -48,6 +49,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(model.training)  # what was prepared for evaluation is dropped
         for module, training in modes:
             module.training = training
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def is_exporting() -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .families import text_config
-from .stack import stack_of
+from .stack import stack_of, unwrapped
 
 _LOGITS = 2**25  # elements of the logits that exist at one time: 128 MiB in float32
 
@@ -86,28 +86,26 @@ def logits_at(model: Any, batch: Mapping[str, Any], wanted_BT: torch.Tensor) -> 
         batch: Its inputs, `input_ids` `[B, T]` among them.
         wanted_BT: Bool, true at `N` positions.
     """
-    if hasattr(model, "get_base_model"):
-        base = model.get_base_model()
-    else:
-        base = model
-    if "logits_to_keep" not in inspect.signature(base.forward).parameters:
+    if not keeps_logits(model):
         return cast(torch.Tensor, model(**batch, use_cache=False).logits[wanted_BT])
     places = wanted_BT.any(0).nonzero().squeeze(1)
     logits: torch.Tensor = model(**batch, use_cache=False, logits_to_keep=places).logits
     return logits[wanted_BT[:, places]]
 
 
+def keeps_logits(model: nn.Module) -> bool:
+    """Whether the model takes `logits_to_keep`; a classifier has no choice of logits."""
+    return "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters
+
+
 def check_head(model: nn.Module, wanted: str) -> None:
     """Raise `ValueError` where `model` has no LM head, which `wanted` needs."""
     read = getattr(model, "get_output_embeddings", None)
     if read is None or read() is None:
-        if hasattr(model, "get_base_model"):
-            base = cast(Any, model).get_base_model()
-        else:
-            base = model
+        name = type(unwrapped(model)).__name__
         raise ValueError(
-            f"{wanted} needs a model with an LM head, and {type(base).__name__} has none; use it "
-            "on a causal language model"
+            f"{wanted} needs a model with an LM head, and {name} has none; use it on a causal "
+            "language model"
         )
 
 

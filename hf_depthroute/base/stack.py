@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -55,6 +55,13 @@ def stack_of(model: nn.Module) -> Stack:
         return kept
     family = find_family(model)
     return Stack(family, find_decoder(model, family))
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """The transformers model in a `PeftModel`; any other model is its own."""
+    if hasattr(model, "get_base_model"):
+        return cast(Any, model).get_base_model()
+    return model
 
 
 @contextmanager

@@ -111,11 +111,21 @@ def width_of(layer: torch.nn.Module, family: Family) -> int:
     return int(norm.normalized_shape[-1] if weight is None else weight.shape[-1])
 
 
+def stream_given(args: tuple[Any, ...], kwargs: Kwargs) -> torch.Tensor:
+    """The stream in what a decoder layer is called with: the first argument, or `hidden_states`."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def arguments_given(
+    layer: Any, args: tuple[Any, ...], kwargs: Kwargs
+) -> tuple[torch.Tensor, Kwargs]:
+    """The stream, and by name the other arguments, that a swapped layer is called with."""
+    named = kwargs | dict(zip(layer._argument_names, args[1:]))
+    named.pop("hidden_states", None)
+    return stream_given(args, kwargs), named
+
+
 def hidden_of(output: Any) -> torch.Tensor:
     """The stream in what a decoder layer returns: some families return attention
     weights with it."""
-    if isinstance(output, tuple):
-        hidden: torch.Tensor = output[0]
-    else:
-        hidden = output
-    return hidden
+    return output[0] if isinstance(output, tuple) else output

@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar
 import torch
 import transformers
 
+from ..base.contexts import synchronise
+
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """The machine and the versions of the measurement."""
@@ -34,12 +36,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:

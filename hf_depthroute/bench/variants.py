@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.stack import unwrapped
 from ..inference.calibration import active_routings, calibrate
 from ..inference.restoring import snapshot
 from ..parts.gates import GATES
@@ -84,10 +85,7 @@ class Variants:
         self.names = [*dense, *map(budget_name, self.budgets)]
         self.reference = self.names[0]
         # `generate` calls the model without PEFT's wrapper.
-        if hasattr(model, "get_base_model"):
-            self.inner: nn.Module = model.get_base_model()
-        else:
-            self.inner = model
+        self.inner: nn.Module = unwrapped(model)
         self._current: float | None = None
 
     @contextmanager

@@ -26,10 +26,10 @@ from .flops import (
     branch_weights,
     count_flops,
     gate_weights,
-    in_full,
     matrices,
     memory_weights,
     runs_full,
+    share_in_full,
     skips_sequences,
     windows_of,
 )
@@ -102,7 +102,7 @@ def route_cost(
         full_ratio = {}
         for routing in routings:
             share = _share(routing, routing.active_config(), budget)
-            always = in_full(routing, length)
+            always = share_in_full(routing, length)
             full_ratio[routing.layer_index] = always + (1 - always) * share
     shares = {routing.layer_index: full_ratio[routing.layer_index] for routing in routings}
     sizes: dict[str, Any] = {

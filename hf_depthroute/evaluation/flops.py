@@ -126,10 +126,10 @@ def skips_sequences(routing: Routing, config: PreTrainedConfig) -> bool:
 def runs_full(routing: Routing, length: int) -> bool:
     """Whether a layer runs as the base's, without gate and branch,
     in a pass of `length` new tokens."""
-    return in_full(routing, length) == 1.0
+    return share_in_full(routing, length) == 1.0
 
 
-def in_full(routing: Routing, length: int) -> float:
+def share_in_full(routing: Routing, length: int) -> float:
     """The share of `length` new tokens that run in full whatever their scores:
     the last ones of `phases="prefill"`."""
     config = routing.active_config()

@@ -23,6 +23,7 @@ from lm_eval.tasks import TaskManager
 from tqdm.auto import tqdm
 
 from ..adapter.base_check import allow_base_mismatch as allowed
+from ..base.contexts import synchronise
 from ..files.hub import explained
 from ..inference.calibration import active_routings, set_budget
 from ..inference.phases import set_phases
@@ -154,8 +155,7 @@ class DepthRouteLM(HFLM):
     def _timed(self, run: Callable[[], Result]) -> Result:
         start = time.perf_counter()
         result = run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronise(self.device)
         self.seconds += time.perf_counter() - start
         return result
 

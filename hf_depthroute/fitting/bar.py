@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from transformers.utils.logging import is_progress_bar_enabled
 
 from ..base.contexts import of_this_thread
-from ..base.sublayers import Kwargs
+from ..base.sublayers import Kwargs, stream_given
 
 
 class FitBar:
@@ -79,10 +79,7 @@ class FitBar:
         self._move(self._text)
 
     def _called(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        if args:
-            h = args[0]
-        else:
-            h = kwargs["hidden_states"]
+        h = stream_given(args, kwargs)
         self._move(h.shape[0] * h.shape[1])
 
     def _move(self, positions: int) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from ..base.cache import without_cache
 from ..base.contexts import hooked, of_this_thread
 from ..base.stack import stack_of
-from ..base.sublayers import Kwargs, hidden_of
+from ..base.sublayers import Kwargs, arguments_given, hidden_of
 from ..data.batches import device_of, document_starts, token_mask
 from ..execution.call import RoutedCall
 from ..execution.context import ForwardContext, unpack
@@ -61,15 +61,11 @@ class LayerWalk:
                 model(**batch, use_cache=False, logits_to_keep=1)
 
     def _note(self, index: int, layer: Any, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        given = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
+        h, given = arguments_given(layer, args, kwargs)
         unpack(given)  # what it says is not needed here, or made anew
-        if args:
-            h = args[0]
-        else:
-            h = given.pop("hidden_states")
         if index == 0:
             self._first.append(h)
-        self._given[-1].append(given)
+        self._given[-1].append(without_cache(given))
 
     def routing(self, index: int) -> Routing | None:
         """The adapter state of layer `index`; None if it is not routed."""

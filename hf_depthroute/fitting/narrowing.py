@@ -36,7 +36,7 @@ def row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def shared_out(rows_R2: torch.Tensor) -> torch.Tensor:
+def parts_of_mean(rows_R2: torch.Tensor) -> torch.Tensor:
     """The part of each row in the mean over all tokens, from its sum and its count:
     the mean over rows is that mean.
 
@@ -50,7 +50,7 @@ class Trial(NamedTuple):
     """The outcome of a pass over the rows of all processes.
 
     Attributes:
-        loss_R: The part of each row in the mean loss of all tokens, nats (`shared_out`).
+        loss_R: The part of each row in the mean loss of all tokens, nats (`parts_of_mean`).
         ran_R: The share of the routed layers' tokens that ran in full, of each row.
         shares: The share of each layer's tokens that ran in full.
     """
@@ -72,7 +72,7 @@ def trial_of(model: nn.Module, batches: Batches) -> Trial:
             seen_LB = torch.stack([record.real.sum(1) for record in trace.values()])
             shares.append((ran_LB.sum(0).double() / seen_LB.sum(0).clamp(min=1)).cpu())
     return Trial(
-        shared_out(rows_of_all(torch.cat(losses))),
+        parts_of_mean(rows_of_all(torch.cat(losses))),
         rows_of_all(torch.cat(shares)),
         counter.full_ratio(),
     )

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..adapter.tuner import get_depth_routed_model
-from ..base.contexts import hooked, of_this_thread
+from ..base.contexts import hooked, of_this_thread, synchronise
 from ..base.distributed import each_of_all
 from ..base.stack import stack_of
 from ..config.adapter import DepthRouteConfig
@@ -231,7 +231,7 @@ def _seconds(model: nn.Module, ids: torch.Tensor) -> PassTimes:
 
 def _pass(model: nn.Module, ids: torch.Tensor) -> None:
     model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    _wait(ids.device)
+    synchronise(ids.device)
 
 
 @contextmanager
@@ -240,19 +240,14 @@ def _timed(layers: list[nn.Module], device: torch.device) -> Iterator[dict[int, 
     seconds: dict[int, float] = {}
 
     def enter(layer: nn.Module, args: tuple[object, ...]) -> None:
-        _wait(device)
+        synchronise(device)
         seconds[layers.index(layer)] = -time.perf_counter()
 
     def leave(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
-        _wait(device)
+        synchronise(device)
         seconds[layers.index(layer)] += time.perf_counter()
 
     handles = [layer.register_forward_pre_hook(of_this_thread(enter)) for layer in layers]
     handles += [layer.register_forward_hook(of_this_thread(leave)) for layer in layers]
     with hooked(handles):
         yield seconds
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -35,7 +35,7 @@ from ..routing.trace import full_depth, run_in_full
 from ..training.record import remember_training
 from .bar import FitBar
 from .layer_walk import LayerWalk
-from .narrowing import shared_out
+from .narrowing import parts_of_mean
 from .option_times import in_time
 from .options import Search, choose, config_of, fit_on, prompt_length, real_rows, rows_of
 from .sensitivity import PRICED
@@ -267,7 +267,7 @@ def _behind(
     """The loss of the dense and of the routed model, and `KL(dense || routed)`,
     on the text behind each row's prompt.
 
-    Nats per token, `[R]` each, as `shared_out` has them.
+    Nats per token, `[R]` each, as `parts_of_mean` has them.
     """
     found = [torch.empty(4, 0, dtype=torch.float64)]  # of a process without rows
     for batch in text:
@@ -286,5 +286,7 @@ def _behind(
         ]
         found.append(torch.stack([*sums, behind.sum(1).to(sums[0])]).double().cpu())
     *sums_R, count_R = rows_of_all(torch.cat(found, dim=1).T).T
-    dense_R, loss_R, kl_R = (shared_out(torch.stack([sum_R, count_R], dim=1)) for sum_R in sums_R)
+    dense_R, loss_R, kl_R = (
+        parts_of_mean(torch.stack([sum_R, count_R], dim=1)) for sum_R in sums_R
+    )
     return dense_R, loss_R, kl_R

@@ -43,9 +43,9 @@ from .layer_fits import FEWEST, Fits, LayerFit
 from .narrowing import (
     Trial,
     layer_states,
+    parts_of_mean,
     restore,
     row_losses,
-    shared_out,
     trial_of,
     without_gates,
     without_layers,
@@ -199,7 +199,7 @@ def fit_router(
         restore(routed, state)
         bar.phase("layers to leave out")
         with full_depth(routed):
-            dense_R = shared_out(rows_of_all(row_losses(routed, own)))
+            dense_R = parts_of_mean(rows_of_all(row_losses(routed, own)))
         dense = [index for index, share in found.shares.items() if share >= DENSE]
         static = [index for index, share in found.shares.items() if share <= STATIC]
         routed, found = without_layers(routed, found, dense, own)

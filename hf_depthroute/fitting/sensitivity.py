@@ -26,7 +26,7 @@ from ..base.contexts import hooked, of_this_thread
 from ..base.distributed import each_of_all, own_rows, total
 from ..base.lm_head import logits_at
 from ..base.stack import stack_of
-from ..base.sublayers import Kwargs, hidden_of
+from ..base.sublayers import Kwargs, hidden_of, stream_given
 from ..routing.trace import full_depth
 from .text import Batches
 
@@ -52,7 +52,7 @@ def stream_gradients(
     streams: list[torch.Tensor] = []
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[object, object]:
-        h = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
+        h = stream_given(args, kwargs).detach().requires_grad_()
         if args:
             return (h, *args[1:]), kwargs
         return args, kwargs | {"hidden_states": h}

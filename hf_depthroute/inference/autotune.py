@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.contexts import hooked, of_this_thread
+from ..base.contexts import hooked, of_this_thread, synchronise
 from ..base.stack import stack_of
-from ..base.sublayers import Kwargs
+from ..base.sublayers import Kwargs, stream_given
+from ..data.batches import device_of
 from ..execution.call import RoutedCall
 from ..execution.costs import GatherCosts, chosen_flops, gather_costs_of
 from ..execution.executors import EXECUTORS, check_executor
@@ -216,10 +217,7 @@ def _supported(
     def look(layer: Any, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         routing: Routing = layer._modules[ROUTING]
         plan = routing.plan(False)
-        if args:
-            stream = args[0]
-        else:
-            stream = kwargs["hidden_states"]
+        stream = stream_given(args, kwargs)
         assert plan is not None
         call = RoutedCall(layer, routing, plan, target_of(plan), stream, None, None, kwargs)
         for name, executor in EXECUTORS.items():
@@ -251,11 +249,11 @@ def _timed(
     seconds: list[tuple[int, float]] = []
 
     def start(layer: nn.Module, args: object) -> None:
-        _synchronise(args)
+        synchronise(device_of(layer))
         started[layer] = time.perf_counter()
 
     def stop(layer: Any, args: object, output: object) -> None:
-        _synchronise(args)
+        synchronise(device_of(layer))
         seconds.append((layer._modules[ROUTING].layer_index, time.perf_counter() - started[layer]))
 
     handles = [layer.register_forward_pre_hook(of_this_thread(start)) for layer in layers]
@@ -278,8 +276,3 @@ def _timed(
                 use_cache=True,
             )
             yield from (("decode", *one) for one in seconds)
-
-
-def _synchronise(args: Any) -> None:
-    if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
-        torch.cuda.synchronize(args[0].device)

@@ -5,17 +5,16 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 
 from ..base.contexts import evaluating
 from ..base.distributed import each_of_all, rows_of_all
+from ..base.lm_head import keeps_logits
 from ..config.adapter import check_budget
 from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.gates import GATES
@@ -343,11 +342,5 @@ def _scores(
 
 
 def _without_logits(model: nn.Module) -> dict[str, Any]:
-    """Arguments of a pass that nothing but the decisions is read from;
-    a classifier has no choice of logits."""
-    if isinstance(model, PeftModel):
-        base: Any = model.get_base_model()
-    else:
-        base = model
-    chosen = "logits_to_keep" in inspect.signature(base.forward).parameters
-    return {"use_cache": False} | ({"logits_to_keep": 1} if chosen else {})
+    """Arguments of a pass that nothing but the decisions is read from."""
+    return {"use_cache": False} | ({"logits_to_keep": 1} if keeps_logits(model) else {})

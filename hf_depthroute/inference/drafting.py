@@ -19,13 +19,12 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..base.contexts import of_this_thread
-from ..base.stack import stack_of
+from ..base.stack import stack_of, unwrapped
 from ..config.adapter import ConfigError, DepthRouteConfig, renumber
 from ..parts.gates import GATES
 from ..routing.routing import ROUTING, Routing
@@ -185,7 +184,7 @@ def draft_view(
             to change, or a number is out of range.
         ConfigError: `budget` is not in (0, 1], or the adapter routes prompts only or adds a memory.
     """
-    base = _transformers_model(model)
+    base = unwrapped(model)
     depth = len(stack_of(base).layers)
     drop = sorted(int(index) for index in drop)
     if drop and (
@@ -329,7 +328,7 @@ def lossless_generate(
     drafted = draft.drafted
     with (
         full_depth(model),
-        _transformers_model(model).register_forward_pre_hook(of_this_thread(count)),
+        unwrapped(model).register_forward_pre_hook(of_this_thread(count)),
     ):
         out = cast(Any, model).generate(*args, assistant_model=draft, **kwargs)
     if counter is not None:
@@ -344,12 +343,6 @@ def lossless_generate(
         counter.target_passes += passes
         counter.drafted += draft.drafted - drafted
     return out
-
-
-def _transformers_model(model: nn.Module) -> Any:
-    if isinstance(model, PeftModel):
-        return model.get_base_model()
-    return model
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from ..base.cache import without_cache
 from ..base.contexts import evaluating, of_this_thread
 from ..base.distributed import each_of_all, total
 from ..base.stack import stack_of
-from ..base.sublayers import Kwargs
+from ..base.sublayers import Kwargs, arguments_given
 from ..data.batches import model_inputs, token_mask
 from ..execution.context import unpack
 from ..execution.layer import routed_call
@@ -260,15 +260,11 @@ def _fit_layer(
     seen: list[torch.Tensor] = []
 
     def look(layer: Any, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        kwargs = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
+        h, kwargs = arguments_given(layer, args, kwargs)
         context = unpack(kwargs)
-        if args:
-            h = args[0]
-        else:
-            h = kwargs.pop("hidden_states")
         plan = routing.plan(layer.training)
         assert plan is not None
-        call = routed_call(layer, plan, h, context, kwargs, decides=False)
+        call = routed_call(layer, plan, h, context, without_cache(kwargs), decides=False)
         if call.ngrams is None:
             grams = call.stream[..., :0]
         else:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..base.contexts import evaluating, hooked, of_this_thread
 from ..base.stack import stack_of
-from ..base.sublayers import Kwargs, behind, hidden_of
+from ..base.sublayers import Kwargs, behind, hidden_of, stream_given
 from ..data.batches import model_inputs, token_mask
 from ..routing.trace import full_depth
 
@@ -58,10 +58,7 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
     totals = _Totals()
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        if args:
-            streams["h"] = args[0]
-        else:
-            streams["h"] = kwargs["hidden_states"]
+        streams["h"] = stream_given(args, kwargs)
 
     def attend(attention: nn.Module, args: tuple[object, ...], output: Any) -> None:
         streams["a"] = streams["h"] + behind(owners[attention], family, "attention", output[0])

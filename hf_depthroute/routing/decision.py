@@ -59,7 +59,7 @@ def decide(
             experts=experts,
             dropped=plan.config.experts_dropped_in(layer_index),
             earlier=plan.earlier,
-            expected=None if plan.expected is None else plan.expected.reached(scores.detach()),
+            expected=None if plan.expected is None else plan.expected.share_above(scores.detach()),
             share=None if plan.expected is None else plan.expected.share(plan.budget),
         )
         # Of a budget of 1, which no score fails to reach.

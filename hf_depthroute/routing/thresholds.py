@@ -117,7 +117,7 @@ class Expected(NamedTuple):
         """The share of the layer's tokens that a budget in (0, 1) runs in full."""
         return 1 / (1 + (1 - budget) / budget * math.exp(-self.shift))
 
-    def reached(self, scores_BT: torch.Tensor) -> torch.Tensor:
+    def share_above(self, scores_BT: torch.Tensor) -> torch.Tensor:
         """The share of tokens that reach each score, float32 `[B, T]`;
         linear between the entries of the table."""
         table_Q = self.table_Q.float()

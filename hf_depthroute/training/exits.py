@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..base.contexts import hooked, of_this_thread
 from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
-from ..base.sublayers import Kwargs
+from ..base.sublayers import Kwargs, stream_given
 from ..execution.context import unpack
 from ..inference.calibration import active_routings
 from ..routing.routing import ROUTING
@@ -57,10 +57,7 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
     def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         # Else a reference's pass, behind that of the loss.
         if torch.is_grad_enabled() or not exits.with_graph:
-            if args:
-                exits[getattr(layer, ROUTING).layer_index] = args[0]
-            else:
-                exits[getattr(layer, ROUTING).layer_index] = kwargs["hidden_states"]
+            exits[getattr(layer, ROUTING).layer_index] = stream_given(args, kwargs)
             exits.token_mask = unpack(dict(kwargs)).token_mask
             exits.with_graph = torch.is_grad_enabled()
 

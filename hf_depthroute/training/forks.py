@@ -25,7 +25,7 @@ from ..base.cache import without_cache
 from ..base.contexts import evaluating, hooked, of_this_thread
 from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
-from ..base.sublayers import Kwargs, hidden_of
+from ..base.sublayers import Kwargs, arguments_given, hidden_of
 from ..data.batches import breaks_of
 from ..execution.call import RoutedCall
 from ..execution.context import ForwardContext, unpack
@@ -85,14 +85,9 @@ class Prefix:
         of one with them."""
         if self.passed_over():
             return
-        kwargs = {**kwargs, **dict(zip(layer._argument_names, args[1:]))}
-        if args:
-            hidden = args[0]
-        else:
-            hidden = kwargs.pop("hidden_states", None)
+        hidden, kwargs = arguments_given(layer, args, kwargs)
         context = unpack(kwargs)
         if layer is self.layers[0]:
-            assert hidden is not None
             self._with_graph = torch.is_grad_enabled()
             device = hidden.device.type
             self.hidden = hidden.detach()

@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from speed.roofline import Peaks, measure_peaks
 
-from hf_depthroute.bench.timing import describe_machine, interleave, synchronise
+from hf_depthroute.base.contexts import synchronise
+from hf_depthroute.bench.timing import describe_machine, interleave
 from hf_depthroute.execution.gathered import gathered_update
 from hf_depthroute.execution.kernels import attend_rows, linear_rows, swiglu_rows
 
