@@ -160,10 +160,7 @@ def _examine_layers(
         found = _PART.search(name)
         if found is not None and found[2] != "target":  # in the first routed layer only
             parts[int(found[1])][f"{found[2]}.{found[3]}"] = tuple(value.shape)
-    if isinstance(config.layers, list):
-        routed = config.layers
-    else:
-        routed = sorted(parts)
+    routed = config.layers if isinstance(config.layers, list) else sorted(parts)
     if not routed:
         yield "fault", f"{WEIGHTS_NAME}: holds no tensor of any layer; copy it again"
         return
@@ -240,10 +237,7 @@ def _examine_parts(
     held = {name: shape for name, shape in shapes.items() if name.startswith(("gate.", "memory."))}
     for name in sorted(wanted.keys() | held.keys()):
         if name not in held or name not in wanted:
-            if name in wanted:
-                there = "is missing"
-            else:
-                there = "is not of it"
+            there = "is missing" if name in wanted else "is not of it"
             yield (
                 "fault",
                 f"gate {config.gate!r}: {name} {there}; config and weights do not belong together",

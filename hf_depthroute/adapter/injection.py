@@ -215,10 +215,7 @@ def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
         past = 0
         if cache is not None:
             past = int(cache.get_seq_length())
-        if mask.dtype == torch.bool:
-            allowed = mask
-        else:
-            allowed = mask == 0
+        allowed = mask if mask.dtype == torch.bool else mask == 0
         # A position that no query may look at is padding.
         real = allowed[:, 0, :, past : past + length].any(dim=1).expand(batch, -1)
         if real.shape[1] == length:

@@ -106,10 +106,7 @@ def _init_tuner(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    if isinstance(peft_config, dict):
-        config = peft_config.get(adapter_name)
-    else:
-        config = peft_config
+    config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
     if not isinstance(config, DepthRouteConfig) and has_adapter(model, adapter_name):
         raise ConfigError(
             f"adapter name {adapter_name!r} is taken by the depth-routed adapter on this model, "
@@ -190,10 +187,7 @@ def _load_natively(
     *args: object,
     **kwargs: Any,
 ) -> Any:
-    if adapter_name is None:
-        name = "default"
-    else:
-        name = adapter_name
+    name = "default" if adapter_name is None else adapter_name
     asked = (
         kwargs.get("adapter_kwargs"),
         getattr(kwargs.get("load_config"), "download_kwargs", None),

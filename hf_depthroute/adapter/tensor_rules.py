@@ -80,10 +80,7 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
             layer = int(own[1])
         found[layer] += 1
         if found[layer] > (_MOST_OF_SAVED_MODULES if own is None else _MOST_OF_A_LAYER):
-            if own is None:
-                where = "modules_to_save"
-            else:
-                where = f"layer {layer}"
+            where = "modules_to_save" if own is None else f"layer {layer}"
             return (
                 f"holds more than {found[layer] - 1:,} tensors of {where}; no routed adapter does"
             )

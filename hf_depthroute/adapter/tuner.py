@@ -195,10 +195,7 @@ class DepthRouteModel(BaseTuner):
         owner: Routing | None = None
         family = stack.family
         layers = stack.layers
-        if isinstance(stack, RoutedStack):
-            state = stack.state
-        else:
-            state = RunState()
+        state = stack.state if isinstance(stack, RoutedStack) else RunState()
         _drop_empty_routings(layers)
         for index in cast("list[int]", config.layers):
             layer = layers[index]
@@ -243,10 +240,7 @@ class DepthRouteModel(BaseTuner):
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters, with their copies of base modules;
         other methods' copies stay as they are."""
-        if isinstance(adapter_name, str):
-            names = [adapter_name]
-        else:
-            names = list(adapter_name)
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         for module in self.model.modules():
             if isinstance(module, Routing):
                 module.set_adapter(names, inference_mode=inference_mode)

@@ -91,10 +91,7 @@ def _stacked(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tens
     if names == "qkv":
         made = fused(x)
         return made[..., :width], *made[..., width:].chunk(2, dim=-1)
-    if names == "q":
-        rows = slice(0, width)
-    else:
-        rows = slice(width, None)
+    rows = slice(0, width) if names == "q" else slice(width, None)
     part = F.linear(x, fused.weight[rows], None if fused.bias is None else fused.bias[rows])
     return part.chunk(len(names), dim=-1)
 
@@ -105,10 +102,7 @@ def _fused(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor
     width = attention.split_size
     if names == "qkv":
         return fused(x).chunk(3, dim=-1)
-    if names == "q":
-        columns = slice(0, width)
-    else:
-        columns = slice(width, 3 * width)
+    columns = slice(0, width) if names == "q" else slice(width, 3 * width)
     return F.linear(x, fused.weight[:, columns].T, fused.bias[columns]).chunk(len(names), dim=-1)
 
 

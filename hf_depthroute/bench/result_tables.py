@@ -51,10 +51,7 @@ def _times(m: Mapping[str, Any]) -> Iterator[Row]:
         for budget, row in m.get(kind, {}).items():
             routed = m["budgets"][budget]
             eta = row.get("eta")
-            if m.get("follows_budget", True):
-                name = f"{label} {budget}"
-            else:
-                name = label
+            name = f"{label} {budget}" if m.get("follows_budget", True) else label
             yield {
                 "case": short_label(m),
                 "variant": name,

@@ -20,10 +20,7 @@ from ..base.contexts import synchronise
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """The machine and the versions of the measurement."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = _cpu_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {
         "device": name,
         "threads": torch.get_num_threads(),

@@ -42,10 +42,7 @@ def code(value: object) -> Safe:
     text = clean(value) or " "
     runs = [len(run) for run in re.findall("`+", text)]
     fence = "`" * next(n for n in range(1, len(runs) + 2) if n not in runs)
-    if text[0] == "`" or text[-1] == "`":
-        space = " "
-    else:
-        space = ""
+    space = " " if text[0] == "`" or text[-1] == "`" else ""
     return Safe(f"{fence}{space}{text}{space}{fence}")
 
 

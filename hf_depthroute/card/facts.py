@@ -261,10 +261,7 @@ def _is_fit(fit: Any) -> bool:
         phases = fit.get("phases", "all")
         layers = fit["layers"]
         fewest, most = fit.get("share_of_rows", (0, 0))
-        if "loss" in fit:
-            loss = fit["loss"]
-        else:
-            loss = min(fit["loss_of_rounds"])
+        loss = fit["loss"] if "loss" in fit else min(fit["loss_of_rounds"])
         by_layer = [
             {index: layer[name] for index, layer in layers.items()} for name in _FIT_FIGURES[phases]
         ]

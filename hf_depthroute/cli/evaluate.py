@@ -100,10 +100,7 @@ def evaluate(options: EvalOptions) -> None:
     from . import loading
 
     source = loading.find_source(options)
-    if options.tasks is None:
-        measure = _by_loss
-    else:
-        measure = _by_tasks
+    measure = _by_loss if options.tasks is None else _by_tasks
     content, header, rows = measure(source, options, budgets)
     if not write_result(options.json_file, content):
         print_table(header, rows)

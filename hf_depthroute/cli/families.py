@@ -32,10 +32,7 @@ def families(json_file: ResultFile = None, debug: o.Debug = False) -> None:
     header = ("family", "layout", "ffn", "attention", "block", "experts", "sequence")
     lines = [header]
     for row in table:
-        if row.variant:
-            name = f"{row.family} ({row.variant})"
-        else:
-            name = row.family
+        name = f"{row.family} ({row.variant})" if row.variant else row.family
         if row.sliding in (row.sequence, "-"):
             sequence = row.sequence
         else:

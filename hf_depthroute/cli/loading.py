@@ -325,10 +325,7 @@ def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[st
     import torch
 
     if hasattr(packed, "__len__"):
-        if blocks is None:
-            count = len(packed)
-        else:
-            count = min(blocks, len(packed))
+        count = len(packed) if blocks is None else min(blocks, len(packed))
         rows = packed.select([i * len(packed) // count for i in range(count)])
     else:
         rows = itertools.islice(packed, blocks)

@@ -164,10 +164,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool
     )
     for number, column in enumerate(table.columns):
         text = wide and (number == 0 or not any(row[number][:1].isdigit() for row in rows))
-        if text:
-            column.justify = "left"
-        else:
-            column.justify = "right"
+        column.justify = "left" if text else "right"
         column.no_wrap = not wide
     for row in rows:
         table.add_row(*(Text(shown(cell)) for cell in row))

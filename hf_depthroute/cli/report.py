@@ -138,10 +138,7 @@ def _report_adapter(given: ReportOptions) -> Path:
     routed = source.routed(base)
     source.check_fitted(routed, wanted)
     follows = source.config.takes_budget()
-    if follows:
-        budgets = wanted
-    else:
-        budgets = [float(source.config.budget)]
+    budgets = wanted if follows else [float(source.config.budget)]
     if rows is None:
         say("losses ...", sys.stderr)
         rows = [asdict(row) for row in evaluate_budgets(routed, batches, None, budgets)]
@@ -189,10 +186,7 @@ def _page_path(given: ReportOptions) -> Path:
         default = Path(given.adapter) / "report"
     else:
         default = Path("report")
-    if given.out is None:
-        folder = default
-    else:
-        folder = given.out
+    folder = default if given.out is None else given.out
     if folder.exists() and not folder.is_dir():
         raise CliError(f"--out {folder}: is a file, not a folder; name a folder or a .html file")
     return folder / "report.html"
@@ -215,10 +209,7 @@ def _check_rows(
     given: ReportOptions, rows: list[dict[str, Any]], budgets: list[float], follows: bool
 ) -> None:
     """One dense row, and one of the inference rule per budget, all with a loss that is a number."""
-    if follows:
-        rule = "threshold"
-    else:
-        rule = "fixed"
+    rule = "threshold" if follows else "fixed"
     if not budgets:
         raise CliError(f"--eval {given.eval_file}: has no row of the threshold rule")
     if given.eval_file:

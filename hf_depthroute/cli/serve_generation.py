@@ -45,10 +45,7 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
     from fastapi import HTTPException
 
     ids = inputs["input_ids"]
-    if isinstance(ids, list):
-        length = len(ids)
-    else:
-        length = ids.shape[-1]
+    length = len(ids) if isinstance(ids, list) else ids.shape[-1]
     if limits.positions is None:
         room = limits.output_tokens
     else:

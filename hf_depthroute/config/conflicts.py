@@ -158,10 +158,7 @@ def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
         target = c.target_of(index)
         branch = c.branch_of(index)
         if branch == "neurons" and not TARGETS[target].skips_ffn:
-            if index < 0:
-                where = ""
-            else:
-                where = f"layer {index}: "
+            where = "" if index < 0 else f"layer {index}: "
             yield (
                 f"{where}branch='neurons' is made of the FFN; it is not supported with "
                 f"target={target!r}"

@@ -228,14 +228,8 @@ class AdapterFields(RoutingFields):
             if self.layers == "all":
                 return list(range(depth))
             rule, number = self.layers.split(":")
-            if number == "half":
-                count = max(1, depth // 2)
-            else:
-                count = int(number)
-            if rule == "before_last":
-                end = depth - 1
-            else:
-                end = depth
+            count = max(1, depth // 2) if number == "half" else int(number)
+            end = depth - 1 if rule == "before_last" else depth
             if count > end:
                 raise ConfigError(
                     f"layers={self.layers!r}: the model has only {depth} decoder layers"

@@ -19,10 +19,7 @@ def read_scores(results: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float
             metric, _, kind = name.partition(",")
             if isinstance(value, (int, float)) and kind and not metric.endswith("_stderr"):
                 error = values.get(f"{metric}_stderr,{kind}")
-                if metrics.count(metric) == 1:
-                    shown = metric
-                else:
-                    shown = name
+                shown = metric if metrics.count(metric) == 1 else name
                 found[task, shown] = (
                     float(value),
                     error if isinstance(error, (int, float)) else None,

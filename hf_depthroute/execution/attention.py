@@ -107,10 +107,9 @@ def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: K
                 allowed[..., : keys.shape[2]].expand(len(mask), -1, -1, -1).transpose(1, 2)[mask]
             )
             shape = (len(used_R), padded.shape[2], *allowed.shape[1:])  # [R, Q, 1 or H, S]
-            if allowed.dtype == torch.bool:
-                free = allowed.new_ones(shape)
-            else:
-                free = allowed.new_zeros(shape)
+            free = (
+                allowed.new_ones(shape) if allowed.dtype == torch.bool else allowed.new_zeros(shape)
+            )
             free[row_N, slot_N] = allowed
             allowed = free.transpose(1, 2)
         out = _run(attention, make, padded, keys, values, allowed)

@@ -209,10 +209,7 @@ class RoutedCall:
             self.ngrams.flatten(0, 1)[index.to(self.ngrams.device)], after.dtype
         )
         rows = after.reshape(-1, after.shape[-1])
-        if torch.is_grad_enabled():
-            add = rows.index_add
-        else:
-            add = rows.index_add_
+        add = rows.index_add if torch.is_grad_enabled() else rows.index_add_
         # Autocast may have made it another dtype.
         return add(0, index, update.to(rows.dtype)).view(after.shape)
 

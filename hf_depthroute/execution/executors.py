@@ -173,10 +173,7 @@ def prepare(layer: nn.Module, plan: RoutePlan, batch: int) -> Step | None:
         ValueError: There is no such row.
     """
     check_executor(plan.executor)
-    if plan.executor == "auto":
-        names = tuple(EXECUTORS)
-    else:
-        names = (plan.executor,)
+    names = tuple(EXECUTORS) if plan.executor == "auto" else (plan.executor,)
     for name in names:
         step = EXECUTORS[name].prepare(layer, plan, batch)
         if step is not None:

@@ -72,10 +72,7 @@ def gathered_update(
         return a + full(x) * weight_N.view(*a.shape[:-1], 1)
     if full_index.numel() == 0 and cheap is not None:  # everything is skipped: no gather either
         return a + cheap(a)
-    if torch.is_grad_enabled():
-        out = rows.clone()
-    else:
-        out = rows
+    out = rows.clone() if torch.is_grad_enabled() else rows
     if cheap is not None:
         out = add_rows(out, rows, _others(flat, len(full_index)), cheap, slice_rows, None)
     return add_rows(out, x_rows, full_index, full, slice_rows, weight_N).view(a.shape)

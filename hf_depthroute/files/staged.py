@@ -46,10 +46,7 @@ def write_files(contents: Mapping[Path, bytes], follow: bool = True) -> None:
                 if follow and path.exists() and not path.is_file() and not path.is_dir():
                     path.write_bytes(content)
                 else:
-                    if follow:
-                        place = Path(os.path.realpath(path))
-                    else:
-                        place = path
+                    place = Path(os.path.realpath(path)) if follow else path
                     staged.append((path, stack.enter_context(_staged(place, content)), place))
         for path, partial, place in staged:
             with _named(path):

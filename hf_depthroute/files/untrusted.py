@@ -36,10 +36,7 @@ def read_file(path: Path, limit: int, folder: Path | None = None) -> bytes:
         RefusedFileError: It cannot be read, is no regular file, is larger than `limit`, or links
             out of `folder`.
     """
-    if folder is None:
-        place = path
-    else:
-        place = place_of(path, folder)
+    place = path if folder is None else place_of(path, folder)
     try:
         # Do not wait for a writer to a pipe. What was looked at is not exchanged for a link
         # meanwhile.

@@ -243,10 +243,7 @@ class _Rows:
         after = self._of(self.fulls)
         self.norms, self.sinks = norms_and_sinks(after)
         self.update = after - streams
-        if residual:
-            self.gate = streams
-        else:
-            self.gate = self._of([call.norm() for call in calls])
+        self.gate = streams if residual else self._of([call.norm() for call in calls])
         self.normed: torch.Tensor = branch.normed(streams).float()
         ngrams = [
             c.ngrams.to(mask.device)[mask]

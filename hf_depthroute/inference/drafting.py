@@ -335,10 +335,7 @@ def lossless_generate(
         given = next(
             x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")) if x is not None
         )
-        if isinstance(out, torch.Tensor):
-            sequences = out
-        else:
-            sequences = out.sequences
+        sequences = out if isinstance(out, torch.Tensor) else out.sequences
         counter.new_tokens += sequences.shape[1] - given.shape[1]
         counter.target_passes += passes
         counter.drafted += draft.drafted - drafted

@@ -113,10 +113,7 @@ def fit_branch(
 def ridge_of(branch: nn.Module, tokens: int, width: int) -> float:
     """The penalty of `fit_branch` for text that was not fitted on,
     from `tokens` tokens of `width` features."""
-    if isinstance(branch, NeuronBranch):
-        least = _RIDGE_OF_NEURONS
-    else:
-        least = _RIDGE
+    least = _RIDGE_OF_NEURONS if isinstance(branch, NeuronBranch) else _RIDGE
     return max(least, 0.1 * width / tokens)
 
 
@@ -288,10 +285,7 @@ def _fit_layer(
             rows.append([part[real] for part in seen] + [cheap[real]])
     x_Nd, y_Nd, after_Nd, ngrams_NO, cheap_N = (torch.cat(parts) for parts in zip(*rows))
     norms_N, sinks_N = norms_and_sinks(after_Nd)
-    if routing.active_gate().static:
-        taken_N = torch.ones_like(sinks_N)
-    else:
-        taken_N = ~sinks_N
+    taken_N = torch.ones_like(sinks_N) if routing.active_gate().static else ~sinks_N
     fixed = routing.active_gate().static or routing.config(name).fixed_threshold is not None
     decided = fixed or routing.active_quantiles().fitted()
     if decided and int((cheap_N & taken_N).sum()) >= branch.down.in_features + (

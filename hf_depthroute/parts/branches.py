@@ -165,10 +165,7 @@ class LowRankBranch(nn.Module):
         in few operators."""
         up, up_bias = self.up.cast(dtype)
         down, down_bias = self.down.cast(dtype)
-        if isinstance(self.norm, RMSNorm):
-            norm = self.norm.for_decoding()
-        else:
-            norm = self.normed
+        norm = self.norm.for_decoding() if isinstance(self.norm, RMSNorm) else self.normed
         return lambda a: F.linear(F.silu(F.linear(norm(a).to(dtype), up, up_bias)), down, down_bias)
 
 
@@ -224,10 +221,7 @@ def _known_values(name: str, parameter: torch.Tensor) -> torch.Tensor:
     """A float32 copy; of a parameter without values (on the meta device),
     a norm's usual starting values."""
     if parameter.is_meta:
-        if name == "bias":
-            start = 0.0
-        else:
-            start = 1.0
+        start = 0.0 if name == "bias" else 1.0
         return torch.full(parameter.shape, start, dtype=torch.float32)
     return parameter.detach().clone().float()
 

@@ -93,10 +93,7 @@ class SwiGLUBranch(LowRankBranch):
         (gate, gate_bias), (up, up_bias), (down, down_bias) = (
             m.cast(dtype) for m in (self.gate, self.up, self.down)
         )
-        if isinstance(self.norm, RMSNorm):
-            norm = self.norm.for_decoding()
-        else:
-            norm = self.normed
+        norm = self.norm.for_decoding() if isinstance(self.norm, RMSNorm) else self.normed
 
         def update(a: torch.Tensor) -> torch.Tensor:
             y = norm(a).to(dtype)

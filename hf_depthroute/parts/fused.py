@@ -70,14 +70,8 @@ class FusedGateBranch:
         # With the root of d in the weights, the sum of squares stands for their mean.
         self._weight = (torch.cat(rows) * width**0.5).detach().contiguous()
         self._bias = torch.cat(biases).detach()
-        if gate.out is None:
-            self._out = None
-        else:
-            self._out = _copied(gate.out)
-        if gate.out_bias is None:
-            self._out_bias = 0.0
-        else:
-            self._out_bias = float(gate.out_bias)
+        self._out = None if gate.out is None else _copied(gate.out)
+        self._out_bias = 0.0 if gate.out_bias is None else float(gate.out_bias)
 
     def run(
         self,
@@ -99,10 +93,7 @@ class FusedGateBranch:
             The stream, `[B, 1, d]`, and the rows that ran the FFN.
         """
         scores, maps = self.scores(a)
-        if normed is None:
-            read = a
-        else:
-            read = normed
+        read = a if normed is None else normed
         bars = threshold
         if isinstance(bars, float):
             bars = [bars] * len(scores)

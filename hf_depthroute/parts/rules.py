@@ -133,10 +133,7 @@ class Gumbel(Rule):
 
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
         # a sequence is decided once
-        if context.per_sequence:
-            drawn = scores[:, :1]
-        else:
-            drawn = scores
+        drawn = scores[:, :1] if context.per_sequence else scores
         noise = (
             torch.empty_like(drawn).exponential_().log()
             - torch.empty_like(drawn).exponential_().log()

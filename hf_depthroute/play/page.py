@@ -151,10 +151,7 @@ def coloured(text: Text, tokenizer: PreTrainedTokenizerBase) -> str:
     at = 0
     for piece, count in zip(pieces, counts):
         runs = text.layers[at : at + count]
-        if at >= text.prompt:
-            kind = ' class="written"'
-        else:
-            kind = ""
+        kind = ' class="written"' if at >= text.prompt else ""
         how = ""
         if runs:
             full = sum(runs) / len(runs)

@@ -147,10 +147,7 @@ def run_data(
     if prompt_length is not None:
         prompt_length = sum(position < prompt_length for position in kept)
     if ids is None or tokenizer is None:
-        if ids is None:
-            shown = kept
-        else:
-            shown = [ids[position] for position in kept]
+        shown = kept if ids is None else [ids[position] for position in kept]
         pieces = [f"{number} " for number in shown]
         counts = [1] * len(shown)
     else:

@@ -63,10 +63,7 @@ def decide(
             share=None if plan.expected is None else plan.expected.share(plan.budget),
         )
         # Of a budget of 1, which no score fails to reach.
-        if plan.rule == "full":
-            rule = "threshold"
-        else:
-            rule = plan.rule
+        rule = "threshold" if plan.rule == "full" else plan.rule
         mask, probs = RULES[rule].decide(scores, context)
     if last is None:
         return mask, probs

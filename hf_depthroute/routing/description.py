@@ -24,10 +24,7 @@ def routing_summary(config: AdapterFields, layer: int | None = None) -> str:
     )
     if TARGETS[config.target].reads_ids:
         return f"{config.target} per {config.granularity}, {memory}"
-    if layer is None:
-        one = -1
-    else:
-        one = layer
+    one = -1 if layer is None else layer
     parts = [f"{config.target_of(one)} per {config.granularity}", f"budget {config.budget:g}"]
     parts.append(f"gate {config.gate_of(one)}")
     if config.branch_of(one) != "none":

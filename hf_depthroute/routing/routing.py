@@ -330,10 +330,7 @@ class Routing(nn.Module, BaseTunerLayer):
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters. Names of other PEFT methods leave the active one as it is."""
-        if isinstance(adapter_names, str):
-            names = [adapter_names]
-        else:
-            names = list(adapter_names)
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         ours = [name for name in names if isinstance(self.peft_configs.get(name), DepthRouteConfig)]
         if ours or not names:
             super().set_adapter(ours, inference_mode=inference_mode)

@@ -222,10 +222,7 @@ def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, t
     """
     # Without attention, sparse execution looks at no other token.
     alone = call.plan.mix == "hard" and not call.plan.target.skips_attention
-    if alone:
-        trunk = call.of(slice(batch), call.kwargs)
-    else:
-        trunk = call
+    trunk = call.of(slice(batch), call.kwargs) if alone else call
     after_full, after_cheap = call.target.both(trunk)
     out = call.target.mixed(trunk, after_full, after_cheap)
     if alone and batch < len(call.stream):

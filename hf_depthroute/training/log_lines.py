@@ -143,10 +143,7 @@ def missed_budget(config: DepthRouteConfig, history: Sequence[Mapping[str, Any]]
         return None
     found = [[v for name, v in logs.items() if name.startswith("full_ratio/")] for logs in history]
     shares: list[float] = next((values for values in reversed(found) if values), [])
-    if shares:
-        share = sum(shares) / len(shares)
-    else:
-        share = config.budget
+    share = sum(shares) / len(shares) if shares else config.budget
     if abs(share - config.budget) <= _FAR:
         return None
     return (

@@ -57,10 +57,7 @@ class OwnNeurons(nn.Module):
             )
 
     def forward(self, a: Tensor) -> Tensor:
-        if self.norm is None:
-            x = a
-        else:
-            x = self.norm(a)
+        x = a if self.norm is None else self.norm(a)
         first, *others = F.linear(x.to(self.weight.dtype), self.weight, self.bias).chunk(
             self._maps, -1
         )

@@ -274,10 +274,7 @@ def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         update = attention_update(layer, family, target.norm(layer, family, h), kwargs)
         out = torch.ops.hf_depthroute.routed(h, update, getattr(layer, NAME))
         if not target.skips_ffn:
-            if family.parallel:
-                read = h
-            else:
-                read = out
+            read = h if family.parallel else out
             out = out + ffn_map(layer, family)(norm_of(layer, family, "ffn")(read))
         if family.returns_weights:
             return out, None

@@ -54,10 +54,7 @@ def swiglu(
         scale = scale.contiguous()
     hidden = x.new_empty(len(x), len(w_gate))  # read at chosen rows only
     _multiply(x.contiguous(), chosen, w_gate, hidden, up=w_up.contiguous())
-    if len(x) <= _FEW:
-        out = torch.empty_like(stream)
-    else:
-        out = stream.clone()
+    out = torch.empty_like(stream) if len(x) <= _FEW else stream.clone()
     return _multiply(hidden, chosen, w_down, out, stream=stream, scale=scale)
 
 
@@ -79,10 +76,7 @@ def attend(
     table = 0
     strides = (0, 0)  # of a sequence and a query of `allowed`; a mask of one sequence serves all
     if allowed is not None:
-        if allowed.dtype == torch.bool:
-            table = 1
-        else:
-            table = 2
+        table = 1 if allowed.dtype == torch.bool else 2
         if allowed.stride(-1) != 1:
             allowed = allowed.contiguous()
         if table == 1:

@@ -115,10 +115,7 @@ class AttentionTarget(Target):
         return after
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
-        if call.family.parallel:
-            read = call.stream
-        else:
-            read = after
+        read = call.stream if call.family.parallel else after
         return after + ffn_map(call.layer, call.family)(
             norm_of(call.layer, call.family, "ffn")(read)
         )

@@ -62,10 +62,7 @@ class BlockTarget(AttentionTarget):
             return rows
         ffn = ffn_map(call.layer, call.family)
         norm = norm_of(call.layer, call.family, "ffn")
-        if call.family.parallel:
-            read = before
-        else:
-            read = rows
+        read = before if call.family.parallel else rows
         update = in_slices(lambda part: ffn(norm(part)), read, slice_rows(call))
         return rows + scaled(update, scale)
 
