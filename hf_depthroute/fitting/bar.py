@@ -32,13 +32,9 @@ class FitBar:
     def __init__(self, layers: nn.ModuleList, passes: int, text: int, shown: bool | None) -> None:
         self._handles: list[RemovableHandle] = []
         self._text = text
-        disable: bool | None  # None: where the output is no terminal
+        disable = None if is_progress_bar_enabled() else True  # None: where it is no terminal
         if shown is not None:
             disable = not shown
-        elif is_progress_bar_enabled():
-            disable = None
-        else:
-            disable = True
         self.seconds: dict[str, float] = {}
         self._phase: tuple[str, float] | None = None  # and when it began
         self.total = passes * len(layers)
@@ -56,6 +52,7 @@ class FitBar:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._end_phase()
         for handle in self._handles:
             handle.remove()
         if error[0] is None:
@@ -64,11 +61,11 @@ class FitBar:
 
     def phase(self, name: str) -> None:
         """Label what comes, and end the phase before."""
-        self.end_phase()
+        self._end_phase()
         self._phase = name, time.monotonic()
         self._bar.set_description(f"fit: {name}")
 
-    def end_phase(self) -> None:
+    def _end_phase(self) -> None:
         if self._phase is not None:
             name, began = self._phase
             self.seconds[name] = round(time.monotonic() - began, 1)

@@ -22,7 +22,7 @@ from ..parts.neurons import NeuronBranch
 from ..parts.regression import moments, norms_and_sinks, ridge_weights
 from ..routing.thresholds import quantile_table
 from .layer_walk import LayerWalk, walk_layers
-from .sensitivity import stream_metrics, text_gradients
+from .sensitivity import squared_slopes, stream_metrics, text_gradients
 from .text import Batches
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Fits:
             )
 
         walk_layers(self.walk, visit)
-        pooled = self._pooled()
+        pooled = torch.cat(list(self._predicted.values()))
         middle = pooled.kthvalue(max(1, round((1 - self.config.budget) * len(pooled)))).values
         spread = (pooled - middle).abs().mean().clamp(min=1e-30)
         self._factor = float(self.config.gate_temperature or 1.0) / float(spread)
@@ -118,9 +118,6 @@ class Fits:
         for index, routing in self.routings.items():
             _rescale(self._gate(index), self._factor, self._middle)
             routing.active_quantiles().set(table.to(self.metrics[index].device))
-
-    def _pooled(self) -> torch.Tensor:
-        return torch.cat(list(self._predicted.values()))
 
     def calibrate(self, text: Batches) -> None:
         """The one threshold that holds the budget on the stream that is left by that of
@@ -145,14 +142,9 @@ class Fits:
             total((part[taken_N] / rows.norms[taken_N, None]).double().square().sum())
             for part in (missed_Nd, rows.update)
         )
-        if update > 0:
-            found.branch_r2 = float(1 - missed / update)
-        else:
-            found.branch_r2 = 0.0
+        found.branch_r2 = float(1 - missed / update) if update > 0 else 0.0
         found.sinks = sum(each_of_all(int(rows.sinks.sum())))
-        always_Sd = None
-        if found.sinks:
-            always_Sd = rows.gate[rows.sinks]
+        always_Sd = rows.gate[rows.sinks] if found.sinks else None
         nats_N = (missed_Nd @ self.metrics[index].to(missed_Nd)).square().sum(-1)
         wanted_N = nats_N[~rows.sinks].sqrt().sqrt()
         of_all_N = rows_of_all(wanted_N)
@@ -177,15 +169,13 @@ class Fits:
         was: this measures all of it.
         """
         scores_N = self._scores(index, rows)
-        nothing = rows.update.new_zeros(())
         if threshold is None:  # none is known yet: at the share of all
             others_N = rows_of_all(scores_N[~rows.sinks])
             threshold = float(
                 others_N.kthvalue(max(1, round((1 - self.config.budget) * len(others_N)))).values
             )
         cheap_N = (scores_N < threshold) & ~rows.sinks
-        together = nothing.double()
-        alone = nothing.double()
+        squares = rows.update.new_zeros((), dtype=torch.float64)
         start = 0
         for call, full, real, gradients in zip(
             rows.calls, rows.fulls, rows.real, self._gradients, strict=True
@@ -194,12 +184,9 @@ class Fits:
             cheap = torch.zeros_like(real)
             cheap[real] = cheap_N[start : start + count]
             start += count
-            change = (call.finish(call.cheap()) - call.finish(full)).float()
-            slopes_DBT = (gradients[index].to(change.device).float() * change).sum(-1).double()
-            slopes_DBT = slopes_DBT.masked_fill(~cheap, 0.0)
-            together = together + slopes_DBT.sum(2).square().sum()
-            alone = alone + slopes_DBT.square().sum()
-        found = float(total(together + alone)) / 4 / _DRAWS
+            change = call.finish(call.cheap()) - call.finish(full)
+            squares = squares + squared_slopes(gradients[index], change, cheap)
+        found = float(total(squares)) / 4 / _DRAWS
         predicted = float(total(scores_N[cheap_N].clamp(min=0).double().pow(4).sum()))
         self.layers[index].nats = found / sum(each_of_all(len(scores_N)))
         if found > 0 and predicted > 0:
@@ -218,8 +205,7 @@ class Fits:
         return missed_Nd
 
     def _scores(self, index: int, rows: _Rows) -> torch.Tensor:
-        scores: torch.Tensor = self._gate(index)(rows.gate)["scores"]
-        return scores
+        return self._gate(index)(rows.gate)["scores"]
 
     def _gate(self, index: int) -> Gate:
         routing = self.routings[index]
@@ -283,9 +269,7 @@ def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor, metric_dd: tor
     if sum(each_of_all(int(chosen_N.sum()))) < max(FEWEST, 2 * branch.down.in_features):
         chosen_N = ~rows.sinks
     x_Nd = rows.normed[chosen_N]
-    of_cost = None
-    if isinstance(branch, NeuronBranch):
-        of_cost = metric_dd
+    of_cost = metric_dd if isinstance(branch, NeuronBranch) else None
     ridge = ridge_of(branch, sum(each_of_all(len(x_Nd))), x_Nd.shape[1])
     fit_branch(branch, x_Nd, rows.update[chosen_N], ridge, rows.norms[chosen_N], metric_dd=of_cost)
 

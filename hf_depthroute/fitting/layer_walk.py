@@ -75,13 +75,24 @@ class LayerWalk:
         """The input of the first layer, `[B, T, d]` of each batch."""
         return list(self._first)
 
-    def run(self, index: int, batch: int, h: torch.Tensor) -> torch.Tensor:
-        """The output `[B, T, d]` of layer `index`, which is not routed."""
-        return hidden_of(self.layers[index](h, **self._given[batch][index]))
+    def plan(self, index: int) -> RoutePlan | None:
+        """How layer `index` routes; None if it does not."""
+        routing = self.routing(index)
+        return None if routing is None else routing.plan(False)
 
-    def call(self, index: int, batch: int, h: torch.Tensor, plan: RoutePlan) -> RoutedCall:
-        """The routed part of layer `index` on its input `h` `[B, T, d]`,
+    def run(self, index: int, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs `[B, T, d]` of layer `index`, which is not routed, one for each batch."""
+        layer = self.layers[index]
+        return [hidden_of(layer(h, **given[index])) for h, given in zip(states, self._given)]
+
+    def calls(
+        self, index: int, states: Sequence[torch.Tensor], plan: RoutePlan
+    ) -> list[RoutedCall]:
+        """The routed part of layer `index` on its inputs `[B, T, d]`, one for each batch,
         not decided and not run."""
+        return [self._call(index, batch, h, plan) for batch, h in enumerate(states)]
+
+    def _call(self, index: int, batch: int, h: torch.Tensor, plan: RoutePlan) -> RoutedCall:
         routing = self.routing(index)
         assert routing is not None
         device = device_of(routing, self.layers[index])
@@ -136,13 +147,8 @@ def walk_layers(walk: LayerWalk, visit: Visit) -> None:
     """
     states = walk.first()
     for index in range(len(walk.layers)):
-        routing = walk.routing(index)
-        plan = None
-        if routing is not None:
-            plan = routing.plan(False)
+        plan = walk.plan(index)
         if plan is None:
-            states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
+            states = walk.run(index, states)
         else:
-            states = visit(
-                index, [walk.call(index, batch, h, plan) for batch, h in enumerate(states)]
-            )
+            states = visit(index, walk.calls(index, states, plan))

@@ -6,6 +6,7 @@ Shapes: B rows of a batch, R rows of all processes, L routed layers.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -18,9 +19,11 @@ from ..base.distributed import rows_of_all
 from ..base.lm_head import predicting, token_losses
 from ..config.adapter import DepthRouteConfig, renumber
 from ..data.batches import labels_of
+from ..files.versions import versions
 from ..inference.calibration import active_routings, set_thresholds
 from ..routing.trace import count_routes, record_routes
-from .text import Batches
+from ..training.record import remember_training
+from .text import Batches, tokens_of
 
 
 def row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
@@ -44,6 +47,47 @@ def parts_of_mean(rows_R2: torch.Tensor) -> torch.Tensor:
     """
     rows_R2 = rows_R2[rows_R2[:, 1] > 0]
     return rows_R2[:, 0] * len(rows_R2) / rows_R2[:, 1].sum()
+
+
+def standard_error(values_R: torch.Tensor) -> float | None:
+    """The standard error of the mean over rows; None for a single row."""
+    return float(values_R.std() / len(values_R) ** 0.5) if len(values_R) > 1 else None
+
+
+def tokens_and_losses(
+    tokens: int, held_out: Batches, dense_R: torch.Tensor, loss_R: torch.Tensor
+) -> dict[str, object]:
+    """What the record of every fit tells: tokens fitted on and held out, and the losses of these,
+    `[R]` each, of the dense and of the routed model."""
+    return {
+        "tokens": tokens,
+        "held_out_tokens": tokens_of(held_out),
+        "loss_dense": float(dense_R.mean()),
+        "loss": float(loss_R.mean()),
+        "loss_over_dense_error": standard_error(loss_R - dense_R),
+    }
+
+
+def remember_fit(
+    model: PeftModel, fit: dict[str, object], started: float, seconds_of: dict[str, float]
+) -> PeftModel:
+    """Keep the record of a fit with the adapter, and leave the model in eval mode.
+
+    Args:
+        model: The fitted model.
+        fit: The record.
+        started: `time.monotonic()` at the beginning.
+        seconds_of: Seconds of every phase.
+    """
+    record = {
+        "fit": fit,
+        "seconds": round(time.monotonic() - started, 1),
+        "seconds_of": seconds_of,
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "versions": versions(),
+    }
+    remember_training(model, record)
+    return model.eval()
 
 
 class Trial(NamedTuple):
@@ -142,9 +186,6 @@ def without_gates(
     set_thresholds(fewer, text)
     without = trial_of(fewer, text)
     rise_R = without.loss_R - found.loss_R
-    error = 0.0
-    if len(rise_R) > 1:
-        error = float(rise_R.std()) / len(rise_R) ** 0.5
-    if float(rise_R.mean()) <= error:
+    if float(rise_R.mean()) <= (standard_error(rise_R) or 0.0):
         return fewer, without
     return _injected(fewer, config, state), found

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -101,13 +101,12 @@ def time_savings(
     for number in range(_rounds(found)):
         taken = _options_of(found, number)
         chosen = {index: option for index, option in taken.items() if option is not None}
-        if chosen:
-            routed: Any = get_depth_routed_model(base, config_of(chosen, given)).eval()
-        else:
-            routed = base
+        if not chosen:
+            passes.append((taken, _seconds(base, ids).layers))
+            continue
+        routed = get_depth_routed_model(base, config_of(chosen, given)).eval()
         passes.append((taken, _seconds(routed, ids).layers))
-        if chosen:
-            routed.unload()
+        routed.unload()
     dense.append(_seconds(base, ids))
     times, speeds = _times_of_options(passes)
     uneven = max(
@@ -153,9 +152,7 @@ def time_left(
         routed.unload()
     warm = {is_routed: times[1:] for is_routed, times in seconds.items()}
     uneven = any(max(times) > _BUSY * min(times) for times in warm.values())
-    left = None
-    if not uneven:
-        left = min(warm[True]) / min(warm[False])
+    left = None if uneven else min(warm[True]) / min(warm[False])
     found: float | None = each_of_all(left)[0]  # every process has to choose alike
     return found
 

@@ -28,11 +28,15 @@ from ..parts.targets import TARGETS
 from ..routing.routing import Routing
 from .bar import FitBar
 from .layer_walk import LayerWalk
-from .sensitivity import stream_metrics, text_gradients
+from .sensitivity import squared_slopes, stream_metrics, text_gradients
 from .text import Batches
 
 _DRAWS = 4  # of the text behind a prompt, whose gradients price the options
 _NO_BUDGET = 1e-3  # sinks are few, and no budget says how many
+
+
+# The routed part of a layer on a batch, and the stream behind its full path.
+Path = tuple[RoutedCall, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,8 @@ class Search:
         batches = text + held_out
         masks = [prompts_of(batch, tail) for batch in batches]
         self._cheap = [cheap for cheap, _ in masks]
-        self._behind = sum(
-            each_of_all(sum(int(behind.sum()) for _, behind in masks[self._fitted :]))
-        )
         counted = [behind for _, behind in masks[self._fitted :]]
+        self._behind = sum(each_of_all(sum(int(behind.sum()) for behind in counted)))
         bar.phase("gradients")
         self._gradients = text_gradients(model, held_out, counted, seed, _DRAWS)
         metrics = stream_metrics(
@@ -105,7 +107,7 @@ class Search:
         for index in range(len(self._walk.layers)):
             routing = self._walk.routing(index)
             if routing is None:
-                states = [self._walk.run(index, batch, h) for batch, h in enumerate(states)]
+                states = self._walk.run(index, states)
             else:
                 states = self._layer(routing, states, saved)
             bar.layer_done()
@@ -117,13 +119,11 @@ class Search:
         saved: Callable[[Routing, Option], float],
     ) -> list[torch.Tensor]:
         index = routing.layer_index
-        paths: dict[str, list[tuple[RoutedCall, torch.Tensor]]] = {}
+        paths: dict[str, list[Path]] = {}
         self.found[index] = {}
         self.branches[index] = {}
         for target in ("ffn", "attention", "block"):
-            paths[target] = [
-                self._path(routing, target, batch, h, paths) for batch, h in enumerate(states)
-            ]
+            paths[target] = self._paths(routing, target, states, paths)
         outputs = [call.finish(full) for call, full in paths["ffn"]]
         rows: dict[tuple[str, str], Rows] = {}
         gates: dict[str, SinkGate] = {}
@@ -132,41 +132,39 @@ class Search:
                 outputs[0].device
             )
             kind = option.target, option.branch
+            path = paths[option.target]
             if kind not in rows:
-                rows[kind] = rows_of(
-                    branch, paths[option.target][: self._fitted], self._walk.real[: self._fitted]
-                )
+                rows[kind] = rows_of(branch, path[: self._fitted], self._walk.real[: self._fitted])
             r2 = fit_on(branch, rows[kind], self.metrics[index])
             if option.target not in gates:
-                gates[option.target] = self._sink_gate(paths[option.target])
+                gates[option.target] = self._sink_gate(path)
             sinks = gates[option.target]
-            nats = self._price(
-                index, branch, sinks, paths[option.target][self._fitted :], outputs[self._fitted :]
-            )
+            held_out = path[self._fitted :]
+            nats = self._price(index, branch, sinks, held_out, outputs[self._fitted :])
             self.branches[index][option] = branch
             self.found[index][option] = StaticFit(nats, saved(routing, option), r2)
         return outputs
 
-    def _path(
+    def _paths(
         self,
         routing: Routing,
         target: str,
-        batch: int,
-        h: torch.Tensor,
-        paths: Mapping[str, list[tuple[RoutedCall, torch.Tensor]]],
-    ) -> tuple[RoutedCall, torch.Tensor]:
-        """The routed part, and the stream behind its full path;
+        states: list[torch.Tensor],
+        paths: Mapping[str, list[Path]],
+    ) -> list[Path]:
+        """The routed part, and the stream behind its full path, for each batch;
         layers that run one after the other compute it once."""
         plan = routing.plan(False)
         assert plan is not None
         traits = TARGETS[target]
-        call = self._walk.call(routing.layer_index, batch, h, replace(plan, target=traits))
+        calls = self._walk.calls(routing.layer_index, states, replace(plan, target=traits))
         if routing.family.parallel or not traits.skips_attention:
-            return call, call.full()
-        ffn_call, ffn_full = paths["ffn"][batch]
-        return call, ffn_full if traits.skips_ffn else ffn_call.stream
+            return [(call, call.full()) for call in calls]
+        if traits.skips_ffn:
+            return [(call, full) for call, (_, full) in zip(calls, paths["ffn"])]
+        return [(call, ffn_call.stream) for call, (ffn_call, _) in zip(calls, paths["ffn"])]
 
-    def _sink_gate(self, paths: list[tuple[RoutedCall, torch.Tensor]]) -> SinkGate:
+    def _sink_gate(self, paths: list[Path]) -> SinkGate:
         """The gate of a layer whose routed part reads the streams of `paths`."""
         gate = SinkGate(0, None).to(paths[0][1].device)
         gate.set_bound(real_rows([call.stream for call, _ in paths], self._walk))
@@ -177,29 +175,18 @@ class Search:
         index: int,
         branch: torch.nn.Module,
         gate: SinkGate,
-        paths: list[tuple[RoutedCall, torch.Tensor]],
+        paths: list[Path],
         outputs: list[torch.Tensor],
     ) -> float:
-        """Half of two estimates: with what the tokens of a row do together,
-        and with what each does alone.
-
-        The first is right on average, and noisy: `_DRAWS` samples for each row. The second misses
-        what errors do together, and takes its scale from all of them.
-        """
-        together = torch.zeros((), dtype=torch.float64)
-        alone = torch.zeros((), dtype=torch.float64)
+        """Half of two estimates, those of `squared_slopes`."""
+        squares = torch.zeros((), dtype=torch.float64)
         for (call, _), out, gradients, cheap in zip(
             paths, outputs, self._gradients, self._cheap[self._fitted :], strict=True
         ):
             change = call.finish(call.stream + branch(call.stream)) - out
             skipped = cheap & (gate(call.stream)["scores"] < 0)
-            slopes_DBT = (
-                (gradients[index].to(change.device).float() * change.float()).sum(-1).double()
-            )
-            slopes_DBT = slopes_DBT.masked_fill(~skipped, 0.0)
-            together += slopes_DBT.sum(2).square().sum().cpu()
-            alone += slopes_DBT.square().sum().cpu()
-        return float(total(together + alone)) / 4 / _DRAWS / max(1, self._behind)
+            squares += squared_slopes(gradients[index], change, skipped).cpu()
+        return float(total(squares)) / 4 / _DRAWS / max(1, self._behind)
 
 
 @dataclass
@@ -213,19 +200,15 @@ class Rows:
     energy: torch.Tensor | None = None  # of the FFN's neurons, once it is known
 
 
-def rows_of(
-    branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], real: list[torch.Tensor]
-) -> Rows:
+def rows_of(branch: Any, paths: list[Path], real: list[torch.Tensor]) -> Rows:
     """The rows of all real tokens, of the prompt or behind it, without the sinks."""
-    x = []
-    update = []
-    after = []
-    for (call, full), mask in zip(paths, real, strict=True):
-        x.append(branch.normed(call.stream)[mask].float())
-        update.append((full - call.stream)[mask].float())
-        after.append(full[mask].float())
-    norms_N, sinks_N = norms_and_sinks(torch.cat(after))
-    return Rows(torch.cat(x)[~sinks_N], torch.cat(update)[~sinks_N], norms_N[~sinks_N])
+    masked = list(zip(paths, real, strict=True))
+    x_Nd = torch.cat([branch.normed(call.stream)[mask].float() for (call, _), mask in masked])
+    update_Nd = torch.cat([(full - call.stream)[mask].float() for (call, full), mask in masked])
+    norms_N, sinks_N = norms_and_sinks(
+        torch.cat([full[mask].float() for (_, full), mask in masked])
+    )
+    return Rows(x_Nd[~sinks_N], update_Nd[~sinks_N], norms_N[~sinks_N])
 
 
 def fit_on(branch: torch.nn.Module, rows: Rows, metric_dd: torch.Tensor | None) -> float:
@@ -307,12 +290,11 @@ def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> di
     if saved(at(high)) < wanted:
         return {}
     for _ in range(100):
+        middle = 0.0
         if low:
             middle = (low + high) / 2
         elif high > 1e-12:
             middle = high / 16
-        else:
-            middle = 0.0
         if saved(at(middle)) >= wanted:
             high = middle
         else:

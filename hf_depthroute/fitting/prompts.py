@@ -28,24 +28,31 @@ from ..base.lm_head import check_head, logits_at
 from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import PATTERNS, RoutingFields
-from ..data.batches import model_inputs, prompts_of, token_mask
-from ..files.versions import versions
+from ..data.batches import model_inputs, prompts_of
 from ..inference.calibration import active_routings
 from ..routing.trace import full_depth, run_in_full
-from ..training.record import remember_training
 from .bar import FitBar
 from .layer_walk import LayerWalk
-from .narrowing import parts_of_mean
+from .narrowing import parts_of_mean, remember_fit, tokens_and_losses
 from .option_times import in_time
-from .options import Search, choose, config_of, fit_on, prompt_length, real_rows, rows_of
+from .options import (
+    Option,
+    Search,
+    StaticFit,
+    choose,
+    config_of,
+    fit_on,
+    prompt_length,
+    real_rows,
+    rows_of,
+)
 from .sensitivity import PRICED
-from .text import Batches, first_tokens, own_part, positions, split, warn_if_few
+from .text import Batches, first_tokens, own_part, positions, split, tokens_to_fit, warn_if_few
 
 _OPTIONS = 3  # a layer's options take as long as so many passes through it
 _FOUND = ("target", "gate", "branch", "branch_rank", "static_layers", *PATTERNS)
 KEEP_OF = {"flops": "FLOPs of a prompt", "time": "time of a prompt"}
 _TAIL = 64  # tokens at the end of a prompt that run in full; of short prompts a quarter
-_FEWEST = 512  # tokens to fit on, at least
 
 
 @restoring
@@ -102,19 +109,9 @@ def fit_prompts(
         ValueError: Fewer than 512 tokens are left to fit on; or the model has no LM head.
     """
     started = time.monotonic()
-    if not 0 < keep < 1:
-        raise ConfigError(
-            f"keep={keep!r} must be between 0 and 1, the share of a prompt that is left"
-        )
-    if keep_of not in KEEP_OF:
-        raise ConfigError(f"keep_of={keep_of!r} must be one of: {', '.join(KEEP_OF)}")
-    if length is not None and length < 1:
-        raise ConfigError(f"length={length} must be at least 1, the tokens of a prompt")
+    _check_wanted(keep, keep_of, length)
     check_head(model, "fit_prompts")
-    if config is None:
-        given = DepthRouteConfig(layers="all", phases="prefill")
-    else:
-        given = config
+    given = config or DepthRouteConfig(layers="all", phases="prefill")
     for name in _FOUND:
         if (value := getattr(given, name)) != getattr(RoutingFields, name):
             raise ConfigError(
@@ -123,11 +120,7 @@ def fit_prompts(
     text, held_out = split(list(model_inputs(model, batches)))
     tail = given.prompt_tail or max(1, min(_TAIL, prompt_length(text) // 4))
     given = replace(given, prompt_tail=tail)
-    tokens = sum(int(token_mask(batch).sum()) for batch in text)
-    if tokens < _FEWEST:
-        raise ValueError(
-            f"fit_prompts: batches holds {tokens} tokens to fit on; {_FEWEST} is the least"
-        )
+    tokens = tokens_to_fit(text, "fit_prompts")
     warn_if_few(tokens, stacklevel=5)  # past `fit_router`
     first = DepthRouteConfig(
         layers=given.layers,
@@ -146,30 +139,14 @@ def fit_prompts(
     ):
         if length is None:
             length = prompt_length(text)
-        search = Search(
-            routed,
-            own_part(text),
-            own_part(first_tokens(held_out, PRICED)),
-            length,
-            tail,
-            given.seed,
-            bar,
-        )
+        rated = own_part(first_tokens(held_out, PRICED))
+        search = Search(routed, own_part(text), rated, length, tail, given.seed, bar)
         found = search.found
         base = routed.unload()
         if keep_of == "time":
             bar.phase("times")
-            ids = torch.cat([batch["input_ids"].flatten() for batch in text])
-            found = in_time(
-                base, found, 1 - keep, ids.repeat(1 + length // len(ids))[None, :length], tail
-            )
-        chosen = choose(found, 1 - keep)
-        if not chosen:
-            most = sum(max(0.0, *(fit.saved for fit in fits.values())) for fits in found.values())
-            raise ConfigError(
-                f"keep={keep:g} is not reached: leaving out all that can be saves {most:.2f} of a "
-                "prompt"
-            )
+            found = in_time(base, found, 1 - keep, _prompt_of(text, length), tail)
+        chosen = _chosen(found, keep)
         branches = {index: search.branches[index][option] for index, option in chosen.items()}
         routed = get_depth_routed_model(base, config_of(chosen, given))
         for routing in active_routings(routed):
@@ -181,33 +158,47 @@ def fit_prompts(
         r2 = _refit(routed, own_part(text), tail, metrics)
         bar.phase("losses")
         dense_R, loss_R, kl_R = _behind(routed, own_part(held_out), tail)
-        bar.end_phase()
-    more_R = loss_R - dense_R
-    record = {
-        "fit": {
-            "phases": "prefill",
-            "keep": keep,
-            "keep_of": keep_of,
-            "tokens": tokens,
-            "held_out_tokens": sum(int(token_mask(batch).sum()) for batch in held_out),
-            "loss_dense": float(dense_R.mean()),
-            "loss": float(loss_R.mean()),
-            "loss_over_dense_error": float(more_R.std() / len(more_R) ** 0.5)
-            if len(more_R) > 1
-            else None,
-            "divergence": float(kl_R.mean()),
-            "layers": {
-                str(index): asdict(option) | asdict(found[index][option]) | {"branch_r2": r2[index]}
-                for index, option in chosen.items()
-            },
+    fit_record = {
+        "phases": "prefill",
+        "keep": keep,
+        "keep_of": keep_of,
+        **tokens_and_losses(tokens, held_out, dense_R, loss_R),
+        "divergence": float(kl_R.mean()),
+        "layers": {
+            str(index): asdict(option) | asdict(found[index][option]) | {"branch_r2": r2[index]}
+            for index, option in chosen.items()
         },
-        "seconds": round(time.monotonic() - started, 1),
-        "seconds_of": bar.seconds,
-        "trainable_parameters": sum(p.numel() for p in routed.parameters() if p.requires_grad),
-        "versions": versions(),
     }
-    remember_training(routed, record)
-    return routed.eval()
+    return remember_fit(routed, fit_record, started, bar.seconds)
+
+
+def _check_wanted(keep: float, keep_of: str, length: int | None) -> None:
+    if not 0 < keep < 1:
+        raise ConfigError(
+            f"keep={keep!r} must be between 0 and 1, the share of a prompt that is left"
+        )
+    if keep_of not in KEEP_OF:
+        raise ConfigError(f"keep_of={keep_of!r} must be one of: {', '.join(KEEP_OF)}")
+    if length is not None and length < 1:
+        raise ConfigError(f"length={length} must be at least 1, the tokens of a prompt")
+
+
+def _prompt_of(text: Batches, length: int) -> torch.Tensor:
+    """A prompt `[1, length]` of the text's tokens, again from the start where they end."""
+    ids = torch.cat([batch["input_ids"].flatten() for batch in text])
+    return ids.repeat(1 + length // len(ids))[None, :length]
+
+
+def _chosen(found: Mapping[int, Mapping[Option, StaticFit]], keep: float) -> dict[int, Option]:
+    """`choose` what leaves `keep`; `ConfigError` where nothing does."""
+    chosen = choose(found, 1 - keep)
+    if not chosen:
+        most = sum(max(0.0, *(fit.saved for fit in fits.values())) for fits in found.values())
+        raise ConfigError(
+            f"keep={keep:g} is not reached: leaving out all that can be saves {most:.2f} of a "
+            "prompt"
+        )
+    return chosen
 
 
 def _bar(model: PeftModel, text: Batches, held_out: Batches, shown: bool | None) -> FitBar:
@@ -233,18 +224,13 @@ def _refit(
     r2: dict[int, float] = {}
     for index in range(len(walk.layers)):
         routing = walk.routing(index)
-        plan = None
-        if routing is not None:
-            plan = routing.plan(False)
+        plan = walk.plan(index)
         if routing is None or plan is None:
-            states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
-            if r2:
-                dense = [walk.run(index, batch, h) for batch, h in enumerate(dense)]
-            else:
-                dense = states
+            states = walk.run(index, states)
+            dense = walk.run(index, dense) if r2 else states
             continue
-        calls = [walk.call(index, batch, h, plan) for batch, h in enumerate(states)]
-        wanted = [walk.call(index, batch, h, plan) for batch, h in enumerate(dense)]
+        calls = walk.calls(index, states, plan)
+        wanted = walk.calls(index, dense, plan)
         wanted_fulls = [call.full() for call in wanted]
         branch = routing.depth_route_branch[routing.active_name()]
         gate: Any = routing.depth_route_gate[routing.active_name()]
@@ -286,7 +272,5 @@ def _behind(
         ]
         found.append(torch.stack([*sums, behind.sum(1).to(sums[0])]).double().cpu())
     *sums_R, count_R = rows_of_all(torch.cat(found, dim=1).T).T
-    dense_R, loss_R, kl_R = (
-        parts_of_mean(torch.stack([sum_R, count_R], dim=1)) for sum_R in sums_R
-    )
-    return dense_R, loss_R, kl_R
+    dense_R, loss_R, kl_R = (torch.stack([sum_R, count_R], dim=1) for sum_R in sums_R)
+    return parts_of_mean(dense_R), parts_of_mean(loss_R), parts_of_mean(kl_R)

@@ -30,29 +30,29 @@ from ..base.distributed import rows_of_all, sharing, world_size
 from ..base.lm_head import check_head
 from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
-from ..data.batches import model_inputs, token_mask
-from ..files.versions import versions
+from ..data.batches import model_inputs
 from ..inference.calibration import calibrate_budgets, gated_routings
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from ..routing.thresholds import Measured, share_shifts
 from ..routing.trace import full_depth
-from ..training.record import remember_training
 from .bar import FitBar
-from .layer_fits import FEWEST, Fits, LayerFit
+from .layer_fits import Fits, LayerFit
 from .narrowing import (
     Trial,
     layer_states,
     parts_of_mean,
+    remember_fit,
     restore,
     row_losses,
+    tokens_and_losses,
     trial_of,
     without_gates,
     without_layers,
 )
 from .prompts import fit_prompts
 from .sensitivity import PRICED
-from .text import Batches, first_tokens, own_part, positions, split, warn_if_few
+from .text import Batches, first_tokens, own_part, positions, split, tokens_to_fit, warn_if_few
 
 # A layer that runs this share of the tokens in full is not routed: its gate costs what the others
 # save.
@@ -136,14 +136,7 @@ def fit_router(
             out than there are processes; or the model has no LM head.
     """
     if config is not None and config.phases == "prefill":
-        if config.causal_rule != "quantile":
-            raise ConfigError(
-                f"causal_rule={config.causal_rule!r}: a fit for prompts has no rule; leave it out"
-            )
-        if rounds is not None:
-            raise ConfigError(
-                "rounds is of a fit for all tokens: prompts are fitted once; leave it out"
-            )
+        _check_for_prompts(config, rounds)
         return fit_prompts(
             model, batches, keep, config, keep_of=keep_of, length=length, progress=progress
         )
@@ -152,28 +145,17 @@ def fit_router(
             "keep_of and length are of a fit for prompts: set phases='prefill', or leave them out"
         )
     started = time.monotonic()
-    if rounds is None:
-        rounds = _ROUNDS
+    rounds = _ROUNDS if rounds is None else rounds
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
     check_head(model, "fit_router")
     # thresholds are found first
-    if config is None:
-        causal_rule = "quantile"
-    else:
-        causal_rule = config.causal_rule
+    causal_rule = "quantile" if config is None else config.causal_rule
     config = config_to_fit(len(stack_of(model).layers), keep, config)
-    text, held_out = split([batch for batch in model_inputs(model, batches)])
-    tokens = sum(int(token_mask(batch).sum()) for batch in text)
-    if tokens < 2 * FEWEST:
-        raise ValueError(
-            f"fit_router: batches holds {tokens} tokens to fit on; {2 * FEWEST} is the least"
-        )
-    for part, use in ((text, "to fit on"), (held_out, "to hold out")):
-        if (rows := sum(len(batch["input_ids"]) for batch in part)) < world_size():
-            raise ValueError(
-                f"fit_router: batches holds {rows} rows {use}, for {world_size()} processes"
-            )
+    text, held_out = split(list(model_inputs(model, batches)))
+    tokens = tokens_to_fit(text, "fit_router")
+    _check_rows(text, "to fit on")
+    _check_rows(held_out, "to hold out")
     seen = ": on 3,000 a router lost twice to five times what it lost on 16,000"
     warn_if_few(tokens, stacklevel=3, seen=seen)  # past `restoring`
     routed = get_depth_routed_model(model, config)
@@ -181,22 +163,9 @@ def fit_router(
     last = first_tokens(held_out, _BUDGET_TOKENS)
     with torch.no_grad(), evaluating(routed), sharing(), ExitStack() as stack:
         bar = stack.enter_context(_bar(routed, rounds, progress, text, rated, held_out, last))
-        fit = Fits(routed, own_part(text), own_part(rated), bar)
         own = own_part(held_out)
-        best: tuple[Trial, dict[int, dict[str, object]], dict[int, LayerFit]] | None = None
-        losses = []
-        for number in range(rounds):
-            bar.phase(f"round {number + 1} of {rounds}")
-            fit.round(first=number == 0)
-            bar.phase(f"thresholds {number + 1} of {rounds}")
-            fit.calibrate(own)
-            found = trial_of(routed, own)
-            losses.append(float(found.loss_R.mean()))
-            if best is None or losses[-1] < float(best[0].loss_R.mean()):
-                best = found, layer_states(routed), copy.deepcopy(fit.layers)
-        assert best is not None
-        found, state, layers = best
-        restore(routed, state)
+        fit = Fits(routed, own_part(text), own_part(rated), bar)
+        found, layers, losses = _best_round(fit, own, rounds)
         bar.phase("layers to leave out")
         with full_depth(routed):
             dense_R = parts_of_mean(rows_of_all(row_losses(routed, own)))
@@ -206,39 +175,72 @@ def fit_router(
         routed, found = without_gates(routed, found, static, own)
         bar.phase("other budgets")
         calibrate_budgets(routed, own_part(last), _BUDGETS)
-        bar.end_phase()
         for index, layer in layers.items():
             layer.share = found.shares.get(index, 1.0)
-        fitted = gated_routings(routed)[0].active_config()
-        fitted.causal_rule = causal_rule
-        gated = {routing: found.shares[routing.layer_index] for routing in gated_routings(routed)}
-        fitted.share_shifts = share_shifts({r.layer_index: share for r, share in gated.items()})
-        for routing, share in gated.items():
-            measured = Measured(routing.budget(), share, "calibration")
-            routing.active_quantiles().measured = measured
-        more_R = found.loss_R - dense_R
+        _keep_shares(routed, found.shares, causal_rule)
         ran_R = 1 - (1 - found.ran_R) * len(found.shares) / len(stack_of(routed).layers)
-    record = {
-        "fit": {
-            "keep": keep,
-            "tokens": tokens,
-            "held_out_tokens": sum(int(token_mask(batch).sum()) for batch in held_out),
-            "loss_dense": float(dense_R.mean()),
-            "loss": float(found.loss_R.mean()),
-            "loss_over_dense_error": float(more_R.std() / len(more_R) ** 0.5)
-            if len(more_R) > 1
-            else None,
-            "share_of_rows": ran_R.quantile(torch.tensor([0.05, 0.95], dtype=ran_R.dtype)).tolist(),
-            "loss_of_rounds": losses,
-            "layers": {str(index): asdict(layer) for index, layer in layers.items()},
-        },
-        "seconds": round(time.monotonic() - started, 1),
-        "seconds_of": bar.seconds,
-        "trainable_parameters": sum(p.numel() for p in routed.parameters() if p.requires_grad),
-        "versions": versions(),
+    fit_record = {
+        "keep": keep,
+        **tokens_and_losses(tokens, held_out, dense_R, found.loss_R),
+        "share_of_rows": ran_R.quantile(torch.tensor([0.05, 0.95], dtype=ran_R.dtype)).tolist(),
+        "loss_of_rounds": losses,
+        "layers": {str(index): asdict(layer) for index, layer in layers.items()},
     }
-    remember_training(routed, record)
-    return routed.eval()
+    return remember_fit(routed, fit_record, started, bar.seconds)
+
+
+def _check_for_prompts(config: DepthRouteConfig, rounds: int | None) -> None:
+    """`ConfigError` for what a fit for prompts has not."""
+    if config.causal_rule != "quantile":
+        raise ConfigError(
+            f"causal_rule={config.causal_rule!r}: a fit for prompts has no rule; leave it out"
+        )
+    if rounds is not None:
+        raise ConfigError(
+            "rounds is of a fit for all tokens: prompts are fitted once; leave it out"
+        )
+
+
+def _check_rows(part: Batches, use: str) -> None:
+    """`ValueError` for fewer rows than processes."""
+    rows = sum(len(batch["input_ids"]) for batch in part)
+    if rows < world_size():
+        raise ValueError(
+            f"fit_router: batches holds {rows} rows {use}, for {world_size()} processes"
+        )
+
+
+def _best_round(
+    fit: Fits, held_out: Batches, rounds: int
+) -> tuple[Trial, dict[int, LayerFit], list[float]]:
+    """Fit in rounds, and leave the model as the one with the lowest held-out loss made it:
+    its trial, its fits, and the losses of all."""
+    best: tuple[Trial, dict[int, dict[str, object]], dict[int, LayerFit]] | None = None
+    losses = []
+    for number in range(rounds):
+        fit.bar.phase(f"round {number + 1} of {rounds}")
+        fit.round(first=number == 0)
+        fit.bar.phase(f"thresholds {number + 1} of {rounds}")
+        fit.calibrate(held_out)
+        found = trial_of(fit.model, held_out)
+        losses.append(float(found.loss_R.mean()))
+        if best is None or losses[-1] < float(best[0].loss_R.mean()):
+            best = found, layer_states(fit.model), copy.deepcopy(fit.layers)
+    assert best is not None
+    found, state, layers = best
+    restore(fit.model, state)
+    return found, layers, losses
+
+
+def _keep_shares(model: PeftModel, shares: Mapping[int, float], causal_rule: str) -> None:
+    """Write the rule, and the share of each gated layer, into the adapter."""
+    gated = {routing: shares[routing.layer_index] for routing in gated_routings(model)}
+    config = next(iter(gated)).active_config()
+    config.causal_rule = causal_rule
+    config.share_shifts = share_shifts({r.layer_index: share for r, share in gated.items()})
+    for routing, share in gated.items():
+        measured = Measured(routing.budget(), share, "calibration")
+        routing.active_quantiles().measured = measured
 
 
 def _bar(model: PeftModel, rounds: int, shown: bool | None, *parts: Batches) -> FitBar:
@@ -259,10 +261,7 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
         raise ConfigError(
             f"keep={keep!r} must be between 0 and 1, the share of all calls that runs in full"
         )
-    if config is None:
-        given = DepthRouteConfig(layers="all")
-    else:
-        given = config
+    given = config or DepthRouteConfig(layers="all")
     if TARGETS[given.target].per_pair or given.granularity != "token":
         raise ConfigError(
             f"target={given.target!r} per {given.granularity} is not fitted; use ffn, attention or "
@@ -287,11 +286,9 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
         "budget": budget,
         "budget_scope": "global",
         "selection": "threshold",
+        "causal_rule": "quantile",
+        "share_shifts": None,
     }
-    values |= {"causal_rule": "quantile", "share_shifts": None}
-    kept = {
-        name: value
-        for name, value in values.items()
-        if name not in ("base_architecture", "library_version")
-    }
-    return DepthRouteConfig(**kept)
+    for name in ("base_architecture", "library_version"):
+        values.pop(name, None)
+    return DepthRouteConfig(**values)

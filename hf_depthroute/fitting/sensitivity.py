@@ -133,6 +133,21 @@ def stream_metrics(
     return metrics
 
 
+def squared_slopes(
+    gradients_DBTd: torch.Tensor, change_BTd: torch.Tensor, changed_BT: torch.Tensor
+) -> torch.Tensor:
+    """The squares of what a change of the stream does to the likelihood, summed over draws:
+    of what the changed tokens of a row do together, and of what each does alone.
+
+    The first is right on average, and noisy: some samples for each row. The second misses what
+    errors do together, and takes its scale from all of them.
+    """
+    change_BTd = change_BTd.float()
+    slopes_DBT = (gradients_DBTd.to(change_BTd.device).float() * change_BTd).sum(-1).double()
+    slopes_DBT = slopes_DBT.masked_fill(~changed_BT, 0.0)
+    return slopes_DBT.sum(2).square().sum() + slopes_DBT.square().sum()
+
+
 def _root(metric_dd: torch.Tensor, tokens: int) -> torch.Tensor:
     own = tokens / (tokens + len(metric_dd))
     even = torch.eye(len(metric_dd), dtype=metric_dd.dtype) * metric_dd.diagonal().mean()

@@ -10,8 +10,10 @@ import warnings
 import torch
 
 from ..base.distributed import own_share
+from ..data.batches import token_mask
 
 Batches = list[dict[str, torch.Tensor]]
+_FEWEST = 512  # tokens to fit on, at least
 _ENOUGH = 10_000  # tokens to fit on; with fewer, a line says so
 
 
@@ -33,6 +35,21 @@ def warn_if_few(tokens: int, stacklevel: int, seen: str = "") -> None:
             FitWarning,
             stacklevel=stacklevel + 1,
         )
+
+
+def tokens_of(batches: Batches) -> int:
+    """Real tokens of all rows."""
+    return sum(int(token_mask(batch).sum()) for batch in batches)
+
+
+def tokens_to_fit(text: Batches, caller: str) -> int:
+    """`tokens_of` the text to fit on; `ValueError` where that is too little for `caller`."""
+    tokens = tokens_of(text)
+    if tokens < _FEWEST:
+        raise ValueError(
+            f"{caller}: batches holds {tokens} tokens to fit on; {_FEWEST} is the least"
+        )
+    return tokens
 
 
 def split(batches: Batches) -> tuple[Batches, Batches]:
