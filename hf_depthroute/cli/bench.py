@@ -13,7 +13,7 @@ import typer
 from ..files.shown import say
 from . import options as o
 from .errors import CliError, refused
-from .output import ResultFile, print_table, write_result
+from .output import ResultFile, print_rows, write_result
 
 _OF_COMPARE = ("compare", "json_file", "config", "debug")
 
@@ -76,7 +76,7 @@ def bench(options: BenchOptions) -> None:
 
     if not write_result(options.json_file, result):
         for rows in map(brief, tables(result)):
-            print_table(list(rows[0]), [list(row.values()) for row in rows], wide=True)
+            print_rows(rows)
 
 
 def _compare(old: Path, new: Path, out: Path | None) -> None:
@@ -100,7 +100,7 @@ def _compare(old: Path, new: Path, out: Path | None) -> None:
         say(f"note: {note}")
     rows = comparison_table(comparison)
     if rows:
-        print_table(list(rows[0]), [list(row.values()) for row in rows], wide=True)
+        print_rows(rows)
     else:
         say("the results have no measurement in common")
 

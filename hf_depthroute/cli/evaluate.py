@@ -134,14 +134,10 @@ def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Meas
     cells = []
     for row in rows:
         numbers = f"{row.loss:.4f}", f"{row.perplexity:.3f}", f"{row.full_ratio:.3f}"
-        cells.append(
-            (f"{row.budget:g}", row.rule, *numbers, "" if row.gap is None else f"{row.gap:+.4f}")
-        )
-    return (
-        source.origin(routed) | settings | size | {"rows": [asdict(row) for row in rows]},
-        header,
-        cells,
-    )
+        gap = "" if row.gap is None else f"{row.gap:+.4f}"
+        cells.append((f"{row.budget:g}", row.rule, *numbers, gap))
+    content = source.origin(routed) | settings | size | {"rows": [asdict(row) for row in rows]}
+    return content, header, cells
 
 
 def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Measured:
@@ -178,14 +174,8 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
     for key in dense:
         for run in runs:
             value, spread = scores(run)[key]
-            delta = ""
-            if run is not runs[0]:
-                delta = f"{value - dense[key][0]:+.4f}"
-            numbers = (
-                f"{value:.4f}",
-                "" if spread is None else f"{spread:.4f}",
-                delta,
-                f"{run.full_ratio:.3f}",
-            )
+            error = "" if spread is None else f"{spread:.4f}"
+            delta = "" if run is runs[0] else f"{value - dense[key][0]:+.4f}"
+            numbers = (f"{value:.4f}", error, delta, f"{run.full_ratio:.3f}")
             cells.append((*key, run.name, *numbers))
     return content, header, cells

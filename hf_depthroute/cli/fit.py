@@ -105,7 +105,6 @@ def fit(options: FitOptions) -> None:
     from accelerate import PartialState
 
     from ..config.adapter import DepthRouteConfig
-    from ..fitting.prompts import KEEP_OF
     from ..fitting.router import fit_router
     from ..fitting.text import FitWarning
     from ..routing.description import budget_words
@@ -154,11 +153,22 @@ def fit(options: FitOptions) -> None:
         name: getattr(options, name) for name in ("dataset", "dataset_name", "split")
     }
     record["examples"] = sum(len(batch["input_ids"]) for batch in batches)
-    found = record["fit"]
     with made(options.out):
         save_adapter(options.out, model, tokenizer, record)
+    _say_found(options, record["fit"])
+    fitted = model.peft_config["default"]
+    if fitted.takes_budget():
+        say(f"budget of the adapter: {budget_words(fitted, source.base_config.num_hidden_layers)}")
+    say(f"saved {options.out} in {record['seconds']} s")
+
+
+def _say_found(options: FitOptions, found: dict[str, Any]) -> None:
+    """What a fit found: each layer's share or option, and the losses."""
+    from ..fitting.prompts import KEEP_OF
+
+    prompts = options.phases == "prefill"
     for index, layer in found["layers"].items():
-        if options.phases == "prefill":
+        if prompts:
             say(
                 f"layer {index}: prompts skip the {layer['target']}, for {layer['rank']} of "
                 f"{layer['branch']}"
@@ -169,7 +179,6 @@ def fit(options: FitOptions) -> None:
     between = ""
     if spread is not None:
         between = f" (difference ± {spread:.4f}, the standard error over rows)"
-    prompts = options.phases == "prefill"
     say(
         f"loss {'behind prompts of' if prompts else 'on'} {found['held_out_tokens']} held-out "
         f"tokens: dense {found['loss_dense']:.4f}, routed {found['loss']:.4f}{between} with "
@@ -181,7 +190,3 @@ def fit(options: FitOptions) -> None:
             f"thresholds are of this text: in nine rows of ten, {fewest:.0%} to {most:.0%} of all "
             "calls run in full"
         )
-    fitted = model.peft_config["default"]
-    if fitted.takes_budget():
-        say(f"budget of the adapter: {budget_words(fitted, source.base_config.num_hidden_layers)}")
-    say(f"saved {options.out} in {record['seconds']} s")

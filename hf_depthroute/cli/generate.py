@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,7 +80,6 @@ def generate(options: GenerateOptions) -> None:
 
     from ..data.prompts import PromptError, encode_prompt, has_chat_template
     from ..inference.calibration import set_budget
-    from ..inference.non_finite import finite_logits
 
     loading.changed_fields(source.config, options.draft_budget, option="--draft-budget")
     if options.lossless and (options.phases or source.config.phases) == "prefill":
@@ -115,24 +114,7 @@ def generate(options: GenerateOptions) -> None:
         set_budget(routed, options.budget)
 
     transformers.set_seed(options.seed)
-    if tokenizer.pad_token_id is None:
-        pad = tokenizer.eos_token_id
-    else:
-        pad = tokenizer.pad_token_id
-    settings: dict[str, Any] = {
-        "do_sample": False,
-        "temperature": None,
-        "top_p": None,
-        "top_k": None,
-    }
-    if options.sample:
-        settings = {
-            "do_sample": True,
-            "temperature": options.temperature,
-            "top_p": options.top_p,
-            "top_k": 0,
-        }
-    settings |= {"max_new_tokens": options.max_new_tokens, "pad_token_id": pad}
+    settings = _settings(options, tokenizer)
     if options.lossless:
         draft = {
             "budget": options.draft_budget,
@@ -141,22 +123,49 @@ def generate(options: GenerateOptions) -> None:
         }
         ids, report = _lossless(routed, inputs, draft, settings)
     else:
-        dense: AbstractContextManager[None] = nullcontext()
-        if options.full:
-            dense = routed.disable_adapter()
-        with dense, torch.no_grad(), finite_logits(routed):
-            start = time.perf_counter()
-            ids = routed.generate(**inputs, **settings)
-            seconds = time.perf_counter() - start
-        new = ids.shape[1] - length
-        share = 1.0
-        if not options.full:
-            share = _full_ratio(routed, ids, length)
-        report = f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio {share:.3f}"
-        if not options.full:
-            report += f" of the routed layers, {_of_all(source, share):.3f} of all {depth}"
+        ids, report = _plain(routed, inputs, settings, None if options.full else source)
     say_content(tokenizer.decode(ids[0, length if answers else 0 :], skip_special_tokens=True))
     say(report, sys.stderr)
+
+
+def _settings(options: GenerateOptions, tokenizer: Any) -> dict[str, Any]:
+    """Arguments of `generate`."""
+    pad = tokenizer.pad_token_id
+    drawn = options.sample
+    return {
+        "do_sample": drawn,
+        "temperature": options.temperature if drawn else None,
+        "top_p": options.top_p if drawn else None,
+        "top_k": 0 if drawn else None,
+        "max_new_tokens": options.max_new_tokens,
+        "pad_token_id": tokenizer.eos_token_id if pad is None else pad,
+    }
+
+
+def _plain(
+    routed: Any, inputs: Any, settings: dict[str, Any], source: Source | None
+) -> tuple[torch.Tensor, str]:
+    """Token ids `[1, T]` of the routed model, without `source` of the dense base,
+    and what to say about them."""
+    import torch
+
+    from ..inference.non_finite import finite_logits
+
+    length = inputs["input_ids"].shape[1]
+    dense = routed.disable_adapter() if source is None else nullcontext()
+    with dense, torch.no_grad(), finite_logits(routed):
+        start = time.perf_counter()
+        ids = routed.generate(**inputs, **settings)
+        seconds = time.perf_counter() - start
+    new = ids.shape[1] - length
+    report = f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio "
+    if source is None:
+        return ids, f"{report}{1:.3f}"
+    share = _full_ratio(routed, ids, length)
+    depth = source.base_config.num_hidden_layers
+    return ids, (
+        f"{report}{share:.3f} of the routed layers, {_of_all(source, share):.3f} of all {depth}"
+    )
 
 
 def _full_ratio(routed: torch.nn.Module, ids: torch.Tensor, prompt: int) -> float:
@@ -207,10 +216,7 @@ def _prompt(given: str | None) -> str:
             raise CliError('no prompt; pass --prompt "..." or pipe text in')
         raw = getattr(sys.stdin, "buffer", None)  # None: a stream of text
         try:
-            if raw is None:
-                given = sys.stdin.read()
-            else:
-                given = raw.read().decode("utf-8")
+            given = sys.stdin.read() if raw is None else raw.read().decode("utf-8")
         except UnicodeDecodeError as error:
             byte = error.object[error.start]
             raise CliError(
@@ -224,9 +230,7 @@ def _prompt(given: str | None) -> str:
 
 def _layer_list(text: str | None) -> list[int]:
     """`"4,3"` -> `[3, 4]`."""
-    parts = []
-    if text is not None:
-        parts = [part.strip() for part in text.split(",")]
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(map(int, parts))) < len(parts):
         raise CliError(f"--draft-drop {text!r}: write layer numbers, each once, such as 3,4")
     return sorted(map(int, parts))
@@ -246,10 +250,7 @@ def _lossless(
     with torch.no_grad():
         ids = lossless_generate(routed, **inputs, draft=draft, counter=counter, **settings)
     speed = counter.new_tokens / (time.perf_counter() - start)
-    if arguments["budget"] is None:
-        budget = "the adapter's"
-    else:
-        budget = arguments["budget"]
+    budget = "the adapter's" if arguments["budget"] is None else arguments["budget"]
     left_out = ", ".join(map(str, arguments["drop"])) or "none"
     return ids, (
         f"{counter.new_tokens} tokens, {speed:.1f} tokens/s, {counter.acceptance_rate:.3f} of the "

@@ -47,12 +47,7 @@ def load_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig:
         if trusts_remote_code():
             names = ", ".join(code_repositories(model))
             say(f"--trust-remote-code: code of {names} may run", sys.stderr)
-        how = {}
-        if gguf_file is not None:
-            how = {"gguf_file": gguf_file}
-        config = transformers.AutoConfig.from_pretrained(
-            model, trust_remote_code=trusts_remote_code(), **how
-        )
+        config = transformers.AutoConfig.from_pretrained(model, **_from(gguf_file))
     with refused(f"model {model}: ", UnsupportedModelError):
         row_of(config)
     if text_config(config) is not config:
@@ -63,6 +58,12 @@ def load_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig:
     return config
 
 
+def _from(gguf_file: str | None) -> dict[str, Any]:
+    """What `from_pretrained` of the base is given."""
+    trust = {"trust_remote_code": trusts_remote_code()}
+    return trust if gguf_file is None else trust | {"gguf_file": gguf_file}
+
+
 def load_adapter_config(adapter: str) -> DepthRouteConfig:
     """The adapter's configuration; `CliError` where there is none, it is broken,
     or of another PEFT method."""
@@ -71,7 +72,7 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
     from ..config.adapter import DepthRouteConfig
 
     folder = Path(adapter)
-    for name in ("adapter_config.json", "adapter_model.safetensors") if folder.is_dir() else ():
+    for name in ADAPTER_FILES if folder.is_dir() else ():
         if not (folder / name).is_file():
             raise CliError(
                 f"adapter {adapter}: there is no {name} in it; is this the --out of a training?",
@@ -187,16 +188,17 @@ class Source:
         from ..adapter.base_check import check_base
         from ..adapter.files import AdapterMismatchError
 
-        origin = {
-            "model": self.base,
-            "adapter": self.options.adapter,
-            "weights_hash": self.config.weights_hash,
-        }
+        mismatch = False
         try:
             check_base(routed.get_base_model(), self.config.base_architecture or {})
         except AdapterMismatchError:  # which --allow-base-mismatch let in
-            return origin | {"base_mismatch": True}
-        return origin | {"base_mismatch": False}
+            mismatch = True
+        return {
+            "model": self.base,
+            "adapter": self.options.adapter,
+            "weights_hash": self.config.weights_hash,
+            "base_mismatch": mismatch,
+        }
 
     def tokenizer(self) -> Any:
         """The base's tokenizer."""
@@ -205,12 +207,8 @@ class Source:
         what = f"tokenizer of {self.base}"
         size = self.base_config.vocab_size
         with explained(what, self.base):
-            how = {}
-            if self.gguf_file is not None:
-                how = {"gguf_file": self.gguf_file}
-            trust = trusts_remote_code()
             tokenizer = transformers.AutoTokenizer.from_pretrained(
-                self.base, trust_remote_code=trust, **how
+                self.base, **_from(self.gguf_file)
             )
         if len(tokenizer) == 0:
             raise CliError(
@@ -239,8 +237,7 @@ class Source:
         from ..base.gguf import load_dequantised
 
         dtype = self.options.dtype
-        how: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
-        how["trust_remote_code"] = trusts_remote_code()
+        how = _from(None) | {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
         load: Any = transformers.AutoModelForCausalLM.from_pretrained
         with explained(f"model {self.base}", self.base):
             if self.gguf_file is None:
@@ -276,16 +273,12 @@ class Source:
         so that no share could be asked for."""
         from ..inference.calibration import is_calibrated
 
-        if (
-            min(budgets, default=1.0) < 1
-            and self.config.takes_budget()
-            and not is_calibrated(routed)
-        ):
-            why = (
-                "its thresholds were never fitted, so it keeps no budget; train it, or calibrate "
-                "it and save it again"
+        below = min(budgets, default=1.0) < 1
+        if below and self.config.takes_budget() and not is_calibrated(routed):
+            raise CliError(
+                f"adapter {self.options.adapter}: its thresholds were never fitted, so it keeps no "
+                "budget; train it, or calibrate it and save it again"
             )
-            raise CliError(f"adapter {self.options.adapter}: {why}")
 
 
 def find_source(options: AdapterOptions) -> Source:
@@ -370,9 +363,8 @@ def explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
     except (CliError, UnsupportedModelError):
         raise
     except (AdapterMismatchError, ConfigError) as error:
-        raise CliError(
-            f"{what}: {error}", ADAPTER if isinstance(error, AdapterMismatchError) else code
-        ) from error
+        mismatch = isinstance(error, AdapterMismatchError)
+        raise CliError(f"{what}: {error}", ADAPTER if mismatch else code) from error
     except Exception as error:
         if out_of_memory(error) or disk_full(error):
             raise

@@ -41,11 +41,9 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in options:
-            close = closest(name, options)
-            if close:
+            hint = f"see {context.command_path} --help for the options"
+            if close := closest(name, options):
                 hint = f"did you mean {close!r}?"
-            else:
-                hint = f"see {context.command_path} --help for the options"
             raise CliError(f"{path}: unknown key {key!r}; {hint}")
         if value is None:
             continue
@@ -63,10 +61,9 @@ def _as_typed(path: Path, key: str, value: object, option: object) -> Any:
     """A YAML file's values as command-line arguments, so that both are checked alike."""
     flag = bool(getattr(option, "is_flag", False))
     if flag != isinstance(value, bool):
+        hint = "a value, not true or false (quote it if you mean the word)"
         if flag:
             hint = "true or false"
-        else:
-            hint = "a value, not true or false (quote it if you mean the word)"
         raise CliError(f"{path}: {key}={value!r} must be {hint}")
     if flag:
         return value
@@ -99,10 +96,7 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     order = [name for part in owner.__mro__ for name in inspect.get_annotations(part)]
     parameters = []
     for field in sorted(fields(owner), key=lambda field: order.index(field.name)):
-        if field.default is MISSING:
-            default = inspect.Parameter.empty
-        else:
-            default = field.default
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
         annotation = _annotation(field, kinds[field.name])
         parameters.append(
             inspect.Parameter(
@@ -171,11 +165,7 @@ def _word(context: typer.Context, option: Any) -> str:
     """The word of an option on the command line, of a flag the one that gives it the value it has:
     `"--no-speed"`."""
     off = context.params.get(option.name) is False
-    if off and option.secondary_opts:
-        names: list[str] = option.secondary_opts
-    else:
-        names = option.opts
-    return names[0]
+    return str(((off and option.secondary_opts) or option.opts)[0])
 
 
 def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list[str]:
@@ -185,7 +175,7 @@ def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list
     set_here = given(context)
     for parameter in context.command.params:
         name = parameter.name or ""
-        value = context.params.get(parameter.name or "")
+        value = context.params.get(name)
         if name in (*_NOT_IN_YAML, *leave_out) or name not in set_here or value is None:
             continue
         if getattr(parameter, "is_flag", False):
@@ -278,9 +268,7 @@ def either(context: typer.Context, value: str | None) -> str | None:
 def _one(context: typer.Context, value: str) -> str:
     adapter = either(context, value) or ""
     if (not adapter or adapter.startswith("-")) and not context.resilient_parsing:
-        before = ""
-        if adapter:
-            before = f" before {adapter}"
+        before = f" before {adapter}" if adapter else ""
         words = f"{context.command_path} ADAPTER {adapter}".strip()
         raise CliError(f"no adapter; name its folder or Hub id{before}: {words}")
     return adapter

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,9 +35,7 @@ def check_out(out: Path, overwrite: bool, resume: bool = False) -> Path:
     resolved = out.expanduser().resolve()
     if resolved.is_file():
         raise CliError(f"--out {out}: is a file; name a folder")
-    held = []
-    if resolved.is_dir():
-        held = sorted(entry.name for entry in resolved.iterdir())
+    held = sorted(entry.name for entry in resolved.iterdir()) if resolved.is_dir() else []
     checkpoints = [name for name in held if _CHECKPOINT.fullmatch(name)]
     if checkpoints and not resume:
         what = "pass --resume to go on with it, or remove its checkpoints"
@@ -143,6 +141,11 @@ def write_text(path: Path, text: str) -> None:
     """As `staged.write_text`; the folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged.write_text(path, text)
+
+
+def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
+    """A wide table of rows with the same keys, which are its header."""
+    print_table(list(rows[0]), [list(row.values()) for row in rows], wide=True)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> None:

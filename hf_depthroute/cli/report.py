@@ -20,6 +20,7 @@ from .output import short_name, write_text
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from ..config.adapter import DepthRouteConfig
     from ..report.collect import Sample
     from .loading import Source
 
@@ -90,35 +91,15 @@ def _report_adapter(given: ReportOptions) -> Path:
     """Measure, and write the page; its path. What can be refused is refused before the
     weights are loaded."""
     path = _page_path(given)
-    known = None
-    if given.eval_file is not None:
-        known = read_losses(given.eval_file)
-    rows = None
-    if known is not None:
-        rows = known["rows"]
-    timed = None
-    if given.bench_file is not None:
-        timed = read_bench(given.bench_file)
+    known = read_losses(given.eval_file) if given.eval_file else None
+    rows = known["rows"] if known else None
+    timed = read_bench(given.bench_file) if given.bench_file else None
     wanted = _wanted_budgets(given, rows)
     from . import loading
 
     source = loading.find_source(given)
-    for option, file, result in (
-        ("--eval", given.eval_file, known),
-        ("--bench", given.bench_file, timed),
-    ):
-        check_origin(
-            f"{option} {file}", result or {}, source.config.weights_hash, given.allow_base_mismatch
-        )
+    _check_results(given, source.config, known or {}, timed or {})
     behind = source.config.phases == "prefill"
-    if rows and bool(rows[0].get("behind_prompts")) != behind:
-        if behind:
-            counted = "the text behind prompts, which alone are routed"
-        else:
-            counted = "whole texts"
-        raise CliError(
-            f"--eval {given.eval_file}: its losses are not of {counted}; measure them again"
-        )
     loading.check_length(given.length, source.base_config)
     tokenizer = source.tokenizer()
     batches = source.batches(tokenizer, given.split, given.blocks)
@@ -144,9 +125,7 @@ def _report_adapter(given: ReportOptions) -> Path:
         rows = [asdict(row) for row in evaluate_budgets(routed, batches, None, budgets)]
         check_losses(routed, [row["loss"] for row in rows], batches)
     _check_rows(given, rows, budgets, follows)
-    notes = []
-    if behind:
-        notes = [f"{BEHIND_PROMPTS[0].upper()}{BEHIND_PROMPTS[1:]}."]
+    notes = [f"{BEHIND_PROMPTS[0].upper()}{BEHIND_PROMPTS[1:]}."] if behind else []
     if timed is None and given.speed:
         say("speed ...", sys.stderr)
         try:
@@ -175,6 +154,27 @@ def _report_adapter(given: ReportOptions) -> Path:
     return path
 
 
+def _check_results(
+    given: ReportOptions,
+    config: DepthRouteConfig,
+    losses: dict[str, Any],
+    timed: dict[str, Any],
+) -> None:
+    """Refuse results of another adapter, and losses of other tokens than the adapter's."""
+    for what, result in (
+        (f"--eval {given.eval_file}", losses),
+        (f"--bench {given.bench_file}", timed),
+    ):
+        check_origin(what, result, config.weights_hash, given.allow_base_mismatch)
+    behind = config.phases == "prefill"
+    rows = losses.get("rows")
+    if rows and bool(rows[0].get("behind_prompts")) != behind:
+        counted = "the text behind prompts, which alone are routed" if behind else "whole texts"
+        raise CliError(
+            f"--eval {given.eval_file}: its losses are not of {counted}; measure them again"
+        )
+
+
 def _page_path(given: ReportOptions) -> Path:
     """Where the page goes: `--out page.html`, `--out FOLDER`,
     or the adapter's own folder if it has one here."""
@@ -182,11 +182,8 @@ def _page_path(given: ReportOptions) -> Path:
         if given.out.is_dir():
             raise CliError(f"--out {given.out}: is a folder, not a file")
         return given.out
-    if Path(given.adapter).is_dir():
-        default = Path(given.adapter) / "report"
-    else:
-        default = Path("report")
-    folder = default if given.out is None else given.out
+    adapter = Path(given.adapter)
+    folder = given.out or (adapter / "report" if adapter.is_dir() else Path("report"))
     if folder.exists() and not folder.is_dir():
         raise CliError(f"--out {folder}: is a file, not a folder; name a folder or a .html file")
     return folder / "report.html"
@@ -212,10 +209,7 @@ def _check_rows(
     rule = "threshold" if follows else "fixed"
     if not budgets:
         raise CliError(f"--eval {given.eval_file}: has no row of the threshold rule")
-    if given.eval_file:
-        source = f"--eval {given.eval_file}"
-    else:
-        source = f"adapter {given.adapter}"
+    source = f"--eval {given.eval_file}" if given.eval_file else f"adapter {given.adapter}"
     for budget in budgets:
         if not any(row["rule"] == rule and row["budget"] == budget for row in rows):
             raise CliError(f"{source}: no {rule} row of budget {budget:g}")
@@ -292,29 +286,25 @@ def _facts(
         f"{config.granularity}"
     )
     size = sum(p.numel() for name, p in routed.named_parameters() if ".routing." not in name)
-    trained = ""
     if not soft:
-        trained = f", branch {config.branch}, trained at budget {config.budget:g}"
+        adapter += f", branch {config.branch}, trained at budget {config.budget:g}"
     facts = [
         (
             "Base model",
             f"{short_name(source.base)}, {routed.config.model_type}, {size:,} parameters",
         ),
-        ("Adapter", adapter + trained),
+        ("Adapter", adapter),
         ("Text", _text(given.dataset, given.split, blocks, given.length)),
     ]
     if losses is not None:  # they may be of another text
         recorded = [losses.get(name) for name in ("dataset", "split", "blocks", "length")]
-        facts.append(
-            ("Text of the losses", "not recorded" if None in recorded else _text(*recorded))
-        )
+        text = "not recorded" if None in recorded else _text(*recorded)
+        facts.append(("Text of the losses", text))
     if machine := timed.get("machine"):
         dtype = timed.get("setting", {}).get("dtype", "")
         facts.append(("Machine", f"{machine['device']}, {machine['threads']} threads, {dtype}"))
-    return [
-        *facts,
-        ("Versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
-    ]
+    listed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return [*facts, ("Versions", listed)]
 
 
 def _text(dataset: object, split: object, blocks: object, length: object) -> str:

@@ -122,9 +122,7 @@ def serve(options: ServeOptions) -> None:
         say(f"serving {adapter} on {base} as model {name!r}", sys.stderr)
         # The server calls the model by the path that it was given.
         with contextlib.chdir(root), _one_model(name, limits):
-            words = []
-            if trusted:
-                words = ["--trust-remote-code"]
+            words = ["--trust-remote-code"] if trusted else []
             app(["serve", name, *words, *o.passed_on(options.context)], standalone_mode=False)
 
 
@@ -158,10 +156,13 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
     from .serve_generation import limited_managers
     from .serve_limits import Guard, error_body
 
-    owner = ""
-    if "/" in name:
-        owner = name.split("/")[0]
-    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": owner}
+    owner = name.split("/")[0] if "/" in name else ""
+    model = {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": owner,
+    }
     build: Any = server.build_server
     managers = utils.GenerateManager, utils.CBGenerateManager
     states = []

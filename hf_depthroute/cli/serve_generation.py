@@ -46,10 +46,7 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
 
     ids = inputs["input_ids"]
     length = len(ids) if isinstance(ids, list) else ids.shape[-1]
-    if limits.positions is None:
-        room = limits.output_tokens
-    else:
-        room = limits.positions - length
+    room = limits.output_tokens if limits.positions is None else limits.positions - length
     if length == 0:
         raise HTTPException(400, "the prompt has no tokens")
     if length > limits.prompt_tokens:
@@ -66,10 +63,7 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
             raise HTTPException(400, f"{name} is not served; a request has one answer")
     wanted = generation_config.max_new_tokens
     most = min(limits.output_tokens, room)
-    if wanted is None:
-        generation_config.max_new_tokens = most
-    else:
-        generation_config.max_new_tokens = max(1, min(wanted, most))
+    generation_config.max_new_tokens = most if wanted is None else max(1, min(wanted, most))
     generation_config.max_length = None
 
 
@@ -90,8 +84,7 @@ def check_shared(wanted: Any, shared: Any) -> None:
     for name, (said, nothing) in _SHARED.items():
         asked = getattr(wanted, name, None)
         held = getattr(shared, name, None)
-        if held is None:
-            held = nothing
+        held = nothing if held is None else held
         if asked is None or asked == held or (name in _SAMPLING and not sampled):
             continue
         why = (

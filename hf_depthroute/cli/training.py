@@ -69,6 +69,11 @@ class Run:
     held_out: int
     started: float
 
+    def calibration_batches(self) -> list[dict[str, torch.Tensor]]:
+        """What a fit and the thresholds are found on: some blocks of the text to train on."""
+        options = self.options
+        return loading.to_batches(self.blocks, options.batch_size, options.calibration_blocks)
+
 
 def train_adapter(options: TrainOptions) -> None:
     """Everything that `train` does once the libraries are loaded; what can be refused is,
@@ -77,15 +82,8 @@ def train_adapter(options: TrainOptions) -> None:
     out = options.out
     transformers.set_seed(options.seed)
     base = run.source.base_model()
-    checkpoint = None
-    if options.resume:
-        checkpoint = checkpoint_to_resume(out)
-    if options.adapter is not None:
-        model: Any = run.source.routed(base, is_trainable=True)
-    elif options.init == "fit":
-        model = _fitted(run, base, checkpoint)
-    else:
-        model = get_depth_routed_model(base, run.source.config)
+    checkpoint = checkpoint_to_resume(out) if options.resume else None
+    model = _model_to_train(run, base, checkpoint)
     if checkpoint is not None:
         check_same_run(checkpoint, model.active_peft_config, _arguments_of(run))
         say(f"going on from {checkpoint}")
@@ -93,9 +91,8 @@ def train_adapter(options: TrainOptions) -> None:
     if remark is not None:  # routers and branches cost more than what is skipped
         say(f"note: {remark}")
     with made(out):
-        check_space(
-            out, bytes_needed(model, run.tokenizer, checkpoints=run.arguments.save_strategy != "no")
-        )
+        saves = run.arguments.save_strategy != "no"
+        check_space(out, bytes_needed(model, run.tokenizer, checkpoints=saves))
         log_history = _trained(run, model, checkpoint)
         say("thresholds and losses ...")
         full_ratio, rows = _measured(run, model)
@@ -104,9 +101,7 @@ def train_adapter(options: TrainOptions) -> None:
     if rows:
         dense = rows[0]
         routed = rows[-1]
-        gap = ""
-        if routed.gap is not None:
-            gap = f", threshold - top-k {routed.gap:+.4f}"
+        gap = "" if routed.gap is None else f", threshold - top-k {routed.gap:+.4f}"
         share = f"{routed.full_ratio:.1%} of the tokens run full"
         say(f"validation loss: dense {dense.loss:.4f}, routed {routed.loss:.4f} ({share}){gap}")
     say(f"saved {out} in {record['seconds']} s")
@@ -114,17 +109,12 @@ def train_adapter(options: TrainOptions) -> None:
 
 def _prepared(options: TrainOptions) -> Run:
     given = o.given(options.context)
-    row = None
+    adapter_values: dict[str, Any] = {}
+    training_values: dict[str, Any] = {}
     if options.preset is not None:
         row = find_preset(options.preset)
-    adapter_values, training_values = (
-        {
-            field: copy.deepcopy(value)
-            for field, value in values.items()
-            if not given & {field, o.key_of(field)}
-        }
-        for values in ((row.adapter, row.training) if row else ({}, {}))
-    )
+        adapter_values = _left_to_preset(row.adapter, given)
+        training_values = _left_to_preset(row.training, given)
     if options.init not in ("random", "fit"):
         raise CliError(f"--init {options.init}: use random or fit")
     config = _new_or_saved_config(options, given, adapter_values)
@@ -132,16 +122,12 @@ def _prepared(options: TrainOptions) -> Run:
     if not 0 < options.lr < float("inf"):
         raise CliError(f"--lr {options.lr}: must be a finite number above 0")
     arguments = _training_arguments(options, training_values)
-    source = loading.Source(
-        options,
-        config,
-        *loading.find_base(options.adapter or "", config, options.model, options.gguf_file),
-    )
+    found = loading.find_base(options.adapter or "", config, options.model, options.gguf_file)
+    source = loading.Source(options, config, *found)
     depth = source.base_config.num_hidden_layers
     if options.init == "fit":
-        if config.selection != "threshold" or (
-            "budget_scope" in given and options.budget_scope != "global"
-        ):
+        scoped = "budget_scope" in given and options.budget_scope != "global"
+        if config.selection != "threshold" or scoped:
             raise CliError(
                 "--init fit: all layers share one threshold; leave --selection and --budget-scope "
                 "out"
@@ -153,6 +139,15 @@ def _prepared(options: TrainOptions) -> Run:
     text = _packed_text(options, tokenizer)
     preset = adapter_values | training_values
     return Run(options, preset, source, arguments, tokenizer, *text, started=time.monotonic())
+
+
+def _left_to_preset(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
+    """A preset's values of the fields that no option gives."""
+    return {
+        field: copy.deepcopy(value)
+        for field, value in values.items()
+        if not given & {field, o.key_of(field)}
+    }
 
 
 def _new_or_saved_config(
@@ -214,15 +209,12 @@ def _training_arguments(
 ) -> DepthRouteTrainingArguments:
     """The Trainer's arguments; `CliError` where it cannot use them,
     `ConfigError` for a loss weight out of range."""
-    if options.warmup_steps is None:
-        warmup = options.steps // 20
-    else:
-        warmup = options.warmup_steps
+    warmup = options.warmup_steps
     values = {
         "output_dir": str(options.out),
         "learning_rate": options.lr,
         "max_steps": options.steps,
-        "warmup_steps": warmup,
+        "warmup_steps": options.steps // 20 if warmup is None else warmup,
         "per_device_train_batch_size": options.batch_size,
         "gradient_accumulation_steps": options.accumulate,
         "seed": options.seed,
@@ -237,9 +229,8 @@ def _training_arguments(
     }
     with refused("training arguments: ", _ARGUMENT_ERRORS):
         arguments = DepthRouteTrainingArguments(**values | preset)
-        for integration in transformers.integrations.get_reporting_integration_callbacks(
-            arguments.report_to
-        ):
+        integrations = transformers.integrations.get_reporting_integration_callbacks
+        for integration in integrations(arguments.report_to):
             integration()  # says whether its package is installed
     return arguments
 
@@ -274,15 +265,13 @@ def _packed_text(
     `Run.held_out`."""
     most = options.validation_blocks
     packed = loading.read_blocks(options, tokenizer, options.split)
+    held_out = 0
     if options.validation_split or options.eval_dataset:
         split = options.validation_split or "train"
         blocks = loading.read_blocks(options, tokenizer, split, options.eval_dataset)
-        held_out = 0
     else:
         packed, blocks = hold_out(packed, options.hold_out, most)
-        held_out = 0
-        if blocks is not None:
-            held_out = sum(1 for _ in blocks)
+        held_out = sum(1 for _ in blocks or ())
     if blocks is None:
         say(
             "nothing to evaluate on: pass --validation-split, --eval-dataset or --hold-out to "
@@ -297,6 +286,15 @@ def _packed_text(
     return packed, loading.to_batches(blocks, options.batch_size, most), held_out
 
 
+def _model_to_train(run: Run, base: torch.nn.Module, checkpoint: Path | None) -> Any:
+    """`base` with the adapter that is trained on: a saved one, a fitted one or a new one."""
+    if run.options.adapter is not None:
+        return run.source.routed(base, is_trainable=True)
+    if run.options.init == "fit":
+        return _fitted(run, base, checkpoint)
+    return get_depth_routed_model(base, run.source.config)
+
+
 def _fitted(run: Run, base: torch.nn.Module, checkpoint: Path | None) -> PeftModel:
     """The model that `fit_router` makes of `base`; where there is a checkpoint of it,
     with the layers of that."""
@@ -305,9 +303,7 @@ def _fitted(run: Run, base: torch.nn.Module, checkpoint: Path | None) -> PeftMod
     keep = config.share_of_all(depth, config.budget)
     layers = config.routed_layers(depth)
     if checkpoint is None:
-        batches = loading.to_batches(
-            run.blocks, run.options.batch_size, run.options.calibration_blocks
-        )
+        batches = run.calibration_batches()
         with refused("--init fit: "), noted(FitWarning):
             model = fit_router(base, batches, keep, config, progress=sys.stderr.isatty())
         found = record_of(model)["fit"]
@@ -343,15 +339,16 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
         trainer = DepthRouteTrainer(
             model=model, args=run.arguments, train_dataset=run.blocks, data_collator=collator
         )
-    state = None
-    if checkpoint is not None:
-        state = trainer.state.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    # The Trainer would take another step.
-    if state is not None and state.global_step >= run.arguments.max_steps:
-        model.load_adapter(str(checkpoint), model.active_adapter, is_trainable=True)
-        trainer.state = state
+    if checkpoint is None:
+        trainer.train()
     else:
-        trainer.train(None if checkpoint is None else str(checkpoint))
+        state = trainer.state.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        # The Trainer would take another step.
+        if state.global_step >= run.arguments.max_steps:
+            model.load_adapter(str(checkpoint), model.active_adapter, is_trainable=True)
+            trainer.state = state
+        else:
+            trainer.train(str(checkpoint))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.isfinite().all():
             raise CliError(
@@ -366,14 +363,13 @@ def _measured(run: Run, model: Any) -> tuple[dict[int, float], list[BudgetRow]]:
     config = model.active_peft_config
     full_ratio = {}
     if config.takes_budget():
-        blocks = loading.to_batches(
-            run.blocks, run.options.batch_size, run.options.calibration_blocks
-        )
-        full_ratio = calibration.calibrate(model, blocks)
-        calibration.calibrate_budgets(model, blocks[: -(-_BUDGET_BLOCKS // run.options.batch_size)])
-    return full_ratio, [] if run.validation is None else evaluate_budgets(
-        model, run.validation, None, [config.budget]
-    )
+        batches = run.calibration_batches()
+        full_ratio = calibration.calibrate(model, batches)
+        few = -(-_BUDGET_BLOCKS // run.options.batch_size)
+        calibration.calibrate_budgets(model, batches[:few])
+    if run.validation is None:
+        return full_ratio, []
+    return full_ratio, evaluate_budgets(model, run.validation, None, [config.budget])
 
 
 def _arguments_of(run: Run) -> dict[str, Any]:
@@ -383,11 +379,8 @@ def _arguments_of(run: Run) -> dict[str, Any]:
         for name, value in run.options.context.params.items()
         if name != "adapter_option"
     }
-    return (
-        given
-        | {o.key_of(name): value for name, value in run.preset.items()}
-        | {"model": run.source.base}
-    )
+    preset = {o.key_of(name): value for name, value in run.preset.items()}
+    return given | preset | {"model": run.source.base}
 
 
 def _record_of(
