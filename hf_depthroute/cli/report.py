@@ -161,10 +161,8 @@ def _check_results(
     timed: dict[str, Any],
 ) -> None:
     """Refuse results of another adapter, and losses of other tokens than the adapter's."""
-    for what, result in (
-        (f"--eval {given.eval_file}", losses),
-        (f"--bench {given.bench_file}", timed),
-    ):
+    files = (f"--eval {given.eval_file}", losses), (f"--bench {given.bench_file}", timed)
+    for what, result in files:
         check_origin(what, result, config.weights_hash, given.allow_base_mismatch)
     behind = config.phases == "prefill"
     rows = losses.get("rows")
