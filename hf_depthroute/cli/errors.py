@@ -60,9 +60,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return error.code, str(error)
     if hasattr(error, "format_message"):  # typer's own, for a bad command line
         context = getattr(error, "ctx", None)
-        hint = ""
-        if context is not None:
-            hint = f" (see {context.command_path} --help)"
+        hint = "" if context is None else f" (see {context.command_path} --help)"
         option = getattr(error, "option_name", None)
         if context is not None and context.info_name == "bench" and option in MOVED:
             hint = f"; {MOVED[option]}"
@@ -91,19 +89,16 @@ def _describe(error: BaseException) -> tuple[int, str]:
             "lower --batch-size (or --batch) or --length, or use a smaller model or --dtype "
             "bfloat16"
         )
-        return (
-            RESOURCES,
-            f"{said if said.startswith('out of memory') else f'out of memory: {said}'}; {remedy}",
-        )
+        if not said.startswith("out of memory"):
+            said = f"out of memory: {said}"
+        return RESOURCES, f"{said}; {remedy}"
     if disk_full(error):
         path = getattr(error, "filename", None)
         why = getattr(error, "strerror", None) or ""
         if why.startswith("disk full"):  # ours, with what is needed and what is left
             return RESOURCES, f"{path}: {why}"
-        return (
-            RESOURCES,
-            f"disk full{f' while writing {path}' if path else ''}; free some space and run again",
-        )
+        where = f" while writing {path}" if path else ""
+        return RESOURCES, f"disk full{where}; free some space and run again"
     if hub := explain(error):
         return HUB, str(hub)
     if isinstance(error, OSError) and error.strerror:

@@ -33,10 +33,9 @@ def families(json_file: ResultFile = None, debug: o.Debug = False) -> None:
     lines = [header]
     for row in table:
         name = f"{row.family} ({row.variant})" if row.variant else row.family
-        if row.sliding in (row.sequence, "-"):
-            sequence = row.sequence
-        else:
-            sequence = f"{row.sequence}*"
+        sequence = row.sequence
+        if row.sliding not in (sequence, "-"):
+            sequence += "*"
         lines.append((name, row.layout, row.ffn, row.attention, row.block, row.experts, sequence))
     widths = [max(len(line[at]) for line in lines) for at in range(len(header))]
     for line in lines:

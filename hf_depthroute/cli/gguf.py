@@ -27,27 +27,20 @@ def find_gguf_file(model: str | None, given: str | None, config: DepthRouteConfi
         )
     found = given
     there = base.is_dir() and not (base / "config.json").is_file()
-    files = []
-    if there:
-        files = sorted(path.name for path in base.glob("*.gguf"))
+    files = sorted(path.name for path in base.glob("*.gguf")) if there else []
     if found is None:
         remembered = (config.base_architecture or {}).get("gguf_file")
         if isinstance(remembered, str) and (model is None or remembered in files):
             found = remembered
     if found is None and files:
-        others = ""
-        if len(files) > 1:
-            others = f" (or {', '.join(files[1:4])})"
+        others = f" (or {', '.join(files[1:4])})" if len(files) > 1 else ""
         raise CliError(
             f"model {base}: has no config.json, but a GGUF file; pass --gguf-file "
             f"{files[0]}{others}"
         )
     if given is not None and base.is_dir() and not (base / given).is_file():
-        if files:
-            listed = f"it has {', '.join(files[:4])}"
-        else:
-            listed = "it has no such file"
-        raise CliError(f"--gguf-file {given}: is not in {base}; {listed}")
+        listed = ", ".join(files[:4]) or "no such file"
+        raise CliError(f"--gguf-file {given}: is not in {base}; it has {listed}")
     if found is not None and importlib.util.find_spec("gguf") is None:
         raise CliError(
             f"--gguf-file {found}: reading it needs the package gguf; install it with: pip install "

@@ -4,7 +4,7 @@ options describe."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -42,12 +42,11 @@ _TRAINERS = {  # arguments of a Trainer, and the options that set them
 
 def checkpoint_to_resume(out: Path) -> Path | None:
     """The last whole checkpoint in `out`; None if there is none at all."""
+    found = None
+    skipped: Sequence[str] = ()
     with refused("--resume: ", CheckpointError):
         if out.is_dir():
             found, skipped = last_complete(out)
-        else:
-            found = None
-            skipped = []
     for line in skipped:
         say(f"passed over {line}")
     if found is None:
