@@ -31,15 +31,13 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: Kwargs) -> 
     """Whether `attended_rows` can stand in for a call of `attention`;
     otherwise it has to run for every token."""
     config: Any = attention.config
+    kind = config._attn_implementation
     return (
         style is not None
         and not is_paged(kwargs)
         and not is_watched(attention)
-        and config._attn_implementation in _KERNELS
-        and not (
-            config._attn_implementation == "eager"
-            and getattr(attention, "reorder_and_upcast_attn", False)
-        )
+        and kind in _KERNELS
+        and not (kind == "eager" and getattr(attention, "reorder_and_upcast_attn", False))
         and not records_attention(kwargs)
     )
 
@@ -141,13 +139,10 @@ def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs:
     if allowed is not None:
         allowed = allowed[..., : keys.shape[2]]
     # Without a mask, one query sees every key; several are the first positions of the cache.
-    past = 0
-    if x.shape[1] == 1:
-        past = keys.shape[2] - 1
+    past = keys.shape[2] - 1 if x.shape[1] == 1 else 0
     out = attend_rows(queries, keys, values, mask, allowed, past, attention.scaling)
-    return linear_rows(out.flatten(0, 1).flatten(1), flat, output.weight, output.bias).view(
-        *x.shape[:-1], -1
-    )
+    rows = linear_rows(out.flatten(0, 1).flatten(1), flat, output.weight, output.bias)
+    return rows.view(*x.shape[:-1], -1)
 
 
 def _keys_values(
@@ -160,9 +155,7 @@ def _keys_values(
     rotary embeddings, None if the attention does not rotate.
     """
     cache = cache_of(kwargs)
-    embeddings = None
-    if make.rotates(attention):
-        embeddings = kwargs.get("position_embeddings")
+    embeddings = kwargs.get("position_embeddings") if make.rotates(attention) else None
     keys, values, projected = make.keys_values(attention, x)  # [B, T, G, k]
     if embeddings is not None:
         keys = _rotated(attention, make, keys, *embeddings)
@@ -185,23 +178,15 @@ def _run(
     # A model that runs has loaded it.
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    kind = attention.config._attn_implementation
     eager = sys.modules[type(attention).__module__].eager_attention_forward
-    kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
-        attention.config._attn_implementation, eager
-    )
-    if (
-        allowed is not None
-        and allowed.dtype == torch.bool
-        and attention.config._attn_implementation == "eager"
-    ):
+    kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
+    if kind == "eager" and allowed is not None and allowed.dtype == torch.bool:
         allowed = torch.where(allowed, 0.0, torch.finfo(queries.dtype).min).to(queries.dtype)
-    more = {}
+    how = {"dropout": 0.0, "scaling": attention.scaling}
     if make.softcap:
-        more = {"softcap": attention.attn_logit_softcapping}
-    out: Tensor = kernel(
-        attention, queries, keys, values, allowed, dropout=0.0, scaling=attention.scaling, **more
-    )[0]
-    return out
+        how["softcap"] = attention.attn_logit_softcapping
+    return kernel(attention, queries, keys, values, allowed, **how)[0]
 
 
 def _causal(

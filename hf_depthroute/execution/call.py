@@ -116,8 +116,7 @@ class RoutedCall:
     @property
     def memory(self) -> Any:
         """The `NgramMemory` of the cheap path; None if it has none."""
-        has_one = self.plan.config.branch == "memory"
-        if has_one:
+        if self.plan.config.branch == "memory":
             return self.routing.depth_route_memory[self.plan.adapter]
         return None
 
@@ -223,14 +222,12 @@ class RoutedCall:
         """The call for the sequences `rows`, an index or a slice, and their `kwargs`."""
 
         def part(x: Tensor | None) -> Tensor | None:
-            if x is None:
-                return None
-            return x[rows]
+            return None if x is None else x[rows]
 
-        made = self.decision
-        decision = None
-        if made is not None:
-            decision = Decision(made.scores[rows], {}, part(made.mask), part(made.probs))
+        decision = self.decision
+        if decision is not None:
+            mask = part(decision.mask)
+            decision = Decision(decision.scores[rows], {}, mask, part(decision.probs))
         return replace(
             self,
             stream=self.stream[rows],

@@ -65,9 +65,7 @@ class ForwardContext:
         """The context with `change` of the tensors that it was made with."""
 
         def changed(x: Tensor | None) -> Tensor | None:
-            if x is None:
-                return None
-            return change(x)
+            return None if x is None else change(x)
 
         return replace(
             self,
@@ -82,7 +80,4 @@ class ForwardContext:
 def unpack(kwargs: dict[str, Any]) -> ForwardContext:
     """Take the context out of a layer's keyword arguments;
     an empty one where the layer was called alone."""
-    context: ForwardContext | None = kwargs.pop(CONTEXT, None)
-    if context is None:
-        return ForwardContext()
-    return context
+    return kwargs.pop(CONTEXT, None) or ForwardContext()

@@ -107,9 +107,8 @@ def unrouted_steps(
     """
     if inputs.shape[1] != 1 or torch.is_grad_enabled() or not is_launched(inputs):
         return None
-    if starts_prompt(dict(kwargs), 1) or getattr(
-        kwargs.get("past_key_values"), "is_compileable", False
-    ):
+    cache = kwargs.get("past_key_values")
+    if starts_prompt(dict(kwargs), 1) or getattr(cache, "is_compileable", False):
         return None
     held = ((layer, cast("Routing | None", layer._modules.get(ROUTING))) for layer in layers)
     unrouted = {
@@ -139,16 +138,12 @@ def _is_unpaid(layer: nn.Module, routing: Routing, inputs: Tensor) -> bool:
 
 def _skipped_bytes(layer: nn.Module, routing: Routing, plan: RoutePlan) -> int:
     """The weights that a skipped token leaves unread."""
-    parts = {
-        routing.family.ffn: plan.target.skips_ffn,
-        routing.family.attention: plan.target.skips_attention,
-    }
-    weights = [
-        weight
-        for name, skips in parts.items()
-        if skips
-        for weight in getattr(layer, name).parameters()
-    ]
+    names = []
+    if plan.target.skips_ffn:
+        names.append(routing.family.ffn)
+    if plan.target.skips_attention:
+        names.append(routing.family.attention)
+    weights = [weight for name in names for weight in getattr(layer, name).parameters()]
     return sum(weight.numel() * weight.element_size() for weight in weights)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..base.cache import SkippingLayer, cache_layer, cache_of, remembered
 from ..base.families import Family
-from ..base.readable import is_watched, is_whole
 from ..base.sublayers import Kwargs
 from .attention import write_keys_values
 from .context import ForwardContext
@@ -62,9 +61,7 @@ class DecodeStep:
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
         self.layer_index = routing.layer_index
-        threshold: Tensor | float = 0.0
-        if plan.rule != "predictor":
-            threshold = plan.threshold
+        threshold = 0.0 if plan.rule == "predictor" else plan.threshold
         self.threshold = torch.as_tensor(threshold, dtype=torch.float32).item()
 
     def __call__(
@@ -73,10 +70,7 @@ class DecodeStep:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         ngrams = self._ngrams(context, kwargs)
-        folds = None
-        if self.weights.joins:
-            folds = _folds(modules[ffn_norm])
-        made = self.weights.prepared(h.dtype, modules[ffn_norm], folds)
+        made = self.weights.prepared(h.dtype, modules[ffn_norm])
         a = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
         if self.plan.rule == "static":
             return _cheap(made, a, ngrams)
@@ -131,10 +125,7 @@ class AttentionStep(DecodeStep):
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         ngrams = self._ngrams(context, kwargs)
-        folds = None
-        if self.weights.joins:
-            folds = _folds(modules[attention_norm])
-        made = self.weights.prepared(h.dtype, modules[attention_norm], folds)
+        made = self.weights.prepared(h.dtype, modules[attention_norm])
         normed = modules[attention_norm](h)
         maps = None
         p = None
@@ -145,7 +136,6 @@ class AttentionStep(DecodeStep):
             assert made.score is not None
             score_1 = made.score(h if self.reads_stream else normed)
             full = score_1.item() >= self.threshold
-            p = None
             if self.plan.mix == "scaled_ffn":
                 p = torch.sigmoid(score_1 / self.plan.temperature)
         if full:
@@ -197,7 +187,7 @@ class SequenceStep(DecodeStep):
         if kept:
             out = run_base(layer, h, kwargs, context)
         else:
-            branch = self.weights.prepared(h.dtype, modules[ffn_norm], None).branch
+            branch = self.weights.prepared(h.dtype, modules[ffn_norm]).branch
             if skips_keys:
                 out = h.clone()  # the layer's input is not the step's to change
                 held.advance(1)
@@ -221,22 +211,6 @@ def _cheap(made: Prepared, a: Tensor, ngrams: Tensor | None, scale: Tensor | Non
     return a.add_(made.recall(ngrams))
 
 
-def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
-    """Changes whenever what an RMS norm on the CPU does;
-    None if that is more than its weight says."""
-    weight = norm._parameters.get("weight")
-    if (
-        weight is None
-        or not is_whole(weight)
-        or weight.device.type != "cpu"
-        or weight.is_inference()
-    ):
-        return None
-    if norm._modules or is_watched(norm):
-        return None
-    return id(norm), weight.data_ptr(), weight._version
-
-
 def run_base(layer: Any, h: Tensor, kwargs: Kwargs, context: ForwardContext) -> Tensor:
     """A layer that is not routed, or whose every token runs full."""
     return cast(Tensor, layer._base_forward(h, **kwargs))
@@ -256,7 +230,5 @@ def supports_decode(plan: RoutePlan, family: Family) -> bool:
     """Whether the step of its target computes what `plan` says, in a layer of `family`."""
     if not family.plain:
         return False
-    mixes = ["hard"]
-    if plan.target.skips_attention:
-        mixes.append("scaled_ffn")
+    mixes = ("hard", "scaled_ffn") if plan.target.skips_attention else ("hard",)
     return plan.by_token and plan.mix in mixes and not plan.gate.exits

@@ -71,11 +71,10 @@ class Rows(Executor):
     def supports(self, call: RoutedCall) -> bool:
         if is_exporting() or call.plan.executor not in ("auto", "rows"):
             return False
-        unasked = call.plan.executor == "auto" and not (
-            call.stream.is_cuda or torch.compiler.is_compiling()
-        )
-        if unasked or (call.plan.executor == "auto" and prefers_gathering(call)):
-            return False
+        if call.plan.executor == "auto":
+            asked = call.stream.is_cuda or torch.compiler.is_compiling()
+            if not asked or prefers_gathering(call):
+                return False
         return (
             not call.needs_both_paths
             and not skips_sequences(call)

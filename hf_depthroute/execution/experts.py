@@ -71,8 +71,9 @@ def routed_pairs(
         (token_P,) = kept
         return out.new_zeros(len(seen[0].index), out.shape[-1]).index_add(0, token_P, out)
 
-    hooks = of_this_thread(choose), of_this_thread(gather)
-    with hooked(
-        [experts.register_forward_pre_hook(hooks[0]), experts.register_forward_hook(hooks[1])]
-    ):
+    handles = [
+        experts.register_forward_pre_hook(of_this_thread(choose)),
+        experts.register_forward_hook(of_this_thread(gather)),
+    ]
+    with hooked(handles):
         yield seen

@@ -54,14 +54,14 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         stepped = context.steps[layer](layer, hidden_states, kwargs, context)
         if stepped is not None:
             return stepped
-    if routing is None:
-        return _outputs(layer, None, context, hidden_states, kwargs)[0]
-    # Without gradients it is no step of training: rollouts, references and metrics decide as
-    # inference does.
-    trains = layer.training and torch.is_grad_enabled()
-    batch, length = hidden_states.shape[:2]
-    plan = routing.plan(trains, (batch, length), context.last_tokens, context.kept)
-    if plan is None:
+    plan = None
+    if routing is not None:
+        # Without gradients it is no step of training: rollouts, references and metrics decide as
+        # inference does.
+        trains = layer.training and torch.is_grad_enabled()
+        batch, length = hidden_states.shape[:2]
+        plan = routing.plan(trains, (batch, length), context.last_tokens, context.kept)
+    if routing is None or plan is None:
         return _outputs(layer, None, context, hidden_states, kwargs)[0]
     if context.unrouted is not None and layer in context.unrouted:
         plan = replace(plan, rule="full")
@@ -123,9 +123,7 @@ def _run(
         if mask is None:
             mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         return _recorded(out, plan, without_scores(routing, plan, hidden_states, mask))
-    cache = None
-    if plan.rule == "running":
-        cache = cache_of(kwargs)
+    cache = cache_of(kwargs) if plan.rule == "running" else None
     if cache is not None:  # before the attention adds these positions to it
         plan = replace(plan, earlier=earlier_scores(cache, routing.layer_index, len(hidden_states)))
     call = routed_call(layer, plan, hidden_states, context, kwargs)
@@ -186,9 +184,7 @@ def routed_call(
     target = target_of(plan).of_call(routing, plan, hidden_states, context, kwargs)
     stream = target.enter(layer, routing.family, hidden_states, kwargs)
     call = call_on_stream(layer, plan, target, stream, context.token_mask, kwargs, decides)
-    if ngrams is None:
-        return call
-    return replace(call, ngrams=ngrams)
+    return call if ngrams is None else replace(call, ngrams=ngrams)
 
 
 def call_on_stream(

@@ -44,7 +44,6 @@ def ngrams_of(layer_index: int, order: int, context: ForwardContext, kwargs: Kwa
     before = last_tokens(cache, layer_index, ngrams.shape[-1] - 1)
     if before is not None:
         before = before.to(ngrams.device)
-    if before is not None:
         ngrams = continued(ngrams, before)
     held = ngrams[..., :-1]
     if token_mask is not None and token_mask.shape[1] > 1:

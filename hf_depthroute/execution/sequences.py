@@ -25,13 +25,11 @@ def as_decided(plan: RoutePlan, layer_index: int, kwargs: Kwargs) -> RoutePlan:
     """`plan`, but in the middle of a generation, whose prompt was decided:
     that decision holds at a budget of 1 too."""
     full = plan.rule == "full" or plan.everything
-    if (
-        full
-        and plan.config.granularity == "sequence"
-        and remembered(cache_of(kwargs), layer_index) is not None
-    ):
-        return replace(plan, rule="threshold", everything=False)
-    return plan
+    if not full or plan.config.granularity != "sequence":
+        return plan
+    if remembered(cache_of(kwargs), layer_index) is None:
+        return plan
+    return replace(plan, rule="threshold", everything=False)
 
 
 def decide_sequences(
@@ -48,16 +46,13 @@ def decide_sequences(
     """
     routing: Routing = layer._modules[ROUTING]
     batch, length = gate_input.shape[:2]
-    made = None
-    if not plan.training:
-        made = remembered(cache_of(kwargs), routing.layer_index)
+    made = None if plan.training else remembered(cache_of(kwargs), routing.layer_index)
     if made is not None and plan.replayed is None:
         keep, probs = (part[:, None].expand(-1, length) for part in made)
         return without_scores(routing, plan, gate_input, keep, probs)
-    if token_mask is None:
+    real = token_mask
+    if real is None:
         real = gate_input.new_ones(batch, length, dtype=torch.bool)
-    else:
-        real = token_mask
     # In float32: the sum over a long prompt leaves the range of float16.
     total = gate_input.masked_fill(~real[..., None], 0).sum(1, keepdim=True, dtype=torch.float32)
     pooled = (total / real.sum(1)[:, None, None].clamp(min=1)).to(gate_input.dtype)
@@ -72,13 +67,10 @@ def decide_sequences(
 def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
     """Keep the decision with the KV cache, if there is one that has none yet;
     see `cache.remember`."""
-    cache = None
-    if not call.plan.training:
-        cache = cache_of(call.kwargs)
-    if cache is not None and remembered(cache, call.routing.layer_index) is None:
-        remember(
-            cache, call.routing.layer_index, call.mask[:, 0], call.probs[:, 0], skips_attention
-        )
+    cache = None if call.plan.training else cache_of(call.kwargs)
+    index = call.routing.layer_index
+    if cache is not None and remembered(cache, index) is None:
+        remember(cache, index, call.mask[:, 0], call.probs[:, 0], skips_attention)
 
 
 def skips_sequences(call: RoutedCall) -> bool:
@@ -93,16 +85,11 @@ def skips_sequences(call: RoutedCall) -> bool:
         ValueError: Such outputs are asked for in the middle of a generation that has skipped
             sequences.
     """
-    if (
-        not call.plan.target.skips_attention
-        or call.needs_both_paths
-        or torch.compiler.is_compiling()
-    ):
+    plan = call.plan
+    if not plan.target.skips_attention or call.needs_both_paths or torch.compiler.is_compiling():
         return False
-    static = (
-        call.plan.rule == "static" and call.plan.last_tokens is None and call.plan.replayed is None
-    )
-    if not (call.plan.config.granularity == "sequence" or static):
+    static = plan.rule == "static" and plan.last_tokens is None and plan.replayed is None
+    if not (plan.config.granularity == "sequence" or static):
         return False
     cache = cache_of(call.kwargs)
     attended = call.kwargs.get("attention_mask")

@@ -60,9 +60,7 @@ class StepWeights:
         if plan.rule == "predictor":  # it stands in for the gate
             gate = cast(Gate, routing.depth_route_predictor[plan.adapter])
             parts.append(gate)
-        self._gate: Gate | None = None
-        if scores:
-            self._gate = gate
+        self._gate = gate if scores else None
         self._branch: Any = branch
         modules = [module for part in parts if part is not None for module in part.modules()]
         if isinstance(branch, NeuronBranch):
@@ -92,9 +90,9 @@ class StepWeights:
             return False
         return self._version is not None and self._version == version_key(*self._weights)
 
-    def prepared(self, dtype: torch.dtype, norm: nn.Module, folds: object) -> Prepared:
-        """For a stream of `dtype` and, where `folds` is not None,
-        the base's norm before gate and branch."""
+    def prepared(self, dtype: torch.dtype, norm: nn.Module) -> Prepared:
+        """For a stream of `dtype` and the base's norm before gate and branch."""
+        folds = _folds(norm) if self.joins else None
         held = self._prepared  # read once: another thread may put another one there
         if held is None or held.dtype is not dtype or held.folds != folds:
             held = self._prepared = self._prepare(dtype, norm, folds)
@@ -103,17 +101,29 @@ class StepWeights:
     def _prepare(self, dtype: torch.dtype, norm: nn.Module, folds: object) -> Prepared:
         gate = self._gate
         branch = self._branch
-        recall = None
-        if self.memory is not None:
-            recall = self.memory.for_decoding(dtype)
-        if folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
-            joint = None
-            if gate is not None:
-                joint = fuse(rms_of(norm), gate, branch, dtype)
+        recall = None if self.memory is None else self.memory.for_decoding(dtype)
+        joins = folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if joins and gate is not None:
+            joint = fuse(rms_of(norm), gate, branch, dtype)
             if joint is not None:
                 return Prepared(dtype, folds, joint, None, None, recall)
         if branch is not None:
             branch = branch.for_decoding(dtype)
-        return Prepared(
-            dtype, folds, None, None if gate is None else gate.for_decoding(dtype), branch, recall
-        )
+        score = None if gate is None else gate.for_decoding(dtype)
+        return Prepared(dtype, folds, None, score, branch, recall)
+
+
+def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
+    """Changes whenever what an RMS norm on the CPU does;
+    None if that is more than its weight says."""
+    weight = norm._parameters.get("weight")
+    if (
+        weight is None
+        or not is_whole(weight)
+        or weight.device.type != "cpu"
+        or weight.is_inference()
+    ):
+        return None
+    if norm._modules or is_watched(norm):
+        return None
+    return id(norm), weight.data_ptr(), weight._version

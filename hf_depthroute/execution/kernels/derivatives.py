@@ -36,10 +36,9 @@ def through(dense: Callable[..., Tensor]) -> Callable[..., tuple[Tensor | None, 
             for number in wanted:
                 inputs[number].requires_grad_()
             out = dense(*inputs)
-            found = dict(
-                zip(wanted, torch.autograd.grad(out, [inputs[number] for number in wanted], grad))
-            )
-        return tuple(found.get(number) for number in range(len(inputs)))
+            found = torch.autograd.grad(out, [inputs[number] for number in wanted], grad)
+        gradients = dict(zip(wanted, found))
+        return tuple(gradients.get(number) for number in range(len(inputs)))
 
     return backward
 
@@ -61,9 +60,9 @@ def swiglu(
     """`ops.swiglu_rows`, for every row."""
     x = _chosen(x, mask)
     update = F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
-    return stream + (
-        update if scale is None else update * _chosen(scale[:, None], mask).to(update.dtype)
-    )
+    if scale is not None:
+        update = update * _chosen(scale[:, None], mask).to(update.dtype)
+    return stream + update
 
 
 def attend(

@@ -31,9 +31,8 @@ def linear(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     """See `ops.linear_rows`."""
     if not len(x) or not _supported(x, weight):
         return plain.linear(x, mask, weight, bias)
-    return _multiply(
-        x.contiguous(), _rows(mask), weight, x.new_zeros(len(x), len(weight)), bias=bias
-    )
+    out = x.new_zeros(len(x), len(weight))
+    return _multiply(x.contiguous(), _rows(mask), weight, out, bias=bias)
 
 
 def swiglu(
@@ -98,9 +97,8 @@ def attend(
 
 
 def _supported(*tensors: Tensor) -> bool:
-    return tensors[0].dtype in _DTYPES and all(
-        tensor.dtype == tensors[0].dtype for tensor in tensors
-    )
+    (dtype, *others) = {tensor.dtype for tensor in tensors}
+    return dtype in _DTYPES and not others
 
 
 def _bytes(mask: Tensor) -> Tensor:
@@ -169,18 +167,15 @@ def _multiply(
         scratch = torch.empty_like(out)
         return lambda choice: launch(choice, trial, scratch)
 
+    kernel = "project" if up is None else "gate_up"
     if number == 1:
-        kind = ", one row"
+        kernel += ", one row"
     elif few:
-        kind = ", few rows"
+        kernel += ", few rows"
     elif number <= 64:
-        kind = ", one tile"
-    else:
-        kind = ""
+        kernel += ", one tile"
     key = (*weight.shape, number if few else triton.next_power_of_2(max(64, number)))
-    launch(
-        choose(("project" if up is None else "gate_up") + kind, key, x.dtype, prepare), chosen, out
-    )
+    launch(choose(kernel, key, x.dtype, prepare), chosen, out)
     return out
 
 

@@ -62,12 +62,12 @@ def attend(
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for b, chosen in enumerate(mask):
         time_F = chosen.nonzero().squeeze(-1)
+        if not time_F.numel():
+            continue
         parts: list[tuple[Tensor, Tensor | None, int]]
         if allowed is not None:
             rows = allowed[b if len(allowed) > 1 else 0, 0]  # [T, S]
-            parts = []
-            if time_F.numel():
-                parts = [(time_F, rows[time_F], keys.shape[2])]
+            parts = [(time_F, rows[time_F], keys.shape[2])]
         else:
             # A slice of the queries sees no more keys than its last one needs.
             parts = [
@@ -77,7 +77,6 @@ def attend(
                     past + int(part[-1]) + 1,
                 )
                 for part in time_F.split(_CAUSAL_SLICE)
-                if part.numel()
             ]
         for time, seen, length in parts:
             out[b, time] = _attention(

@@ -58,12 +58,8 @@ class AttentionTarget(Target):
         attention = getattr(layer, family.attention)
         style = family.queries
         if style is not None and supports_subset(attention, style, call.kwargs):
-            update = behind(
-                layer,
-                family,
-                "attention",
-                attended_rows(attention, style, normed, mask, call.kwargs),
-            )
+            attended = attended_rows(attention, style, normed, mask, call.kwargs)
+            update = behind(layer, family, "attention", attended)
         else:  # computed for every token: nothing is saved before the FFN
             update = attention_update(layer, family, normed, call.kwargs)[mask]
         return self.from_update(call, update)
@@ -86,9 +82,8 @@ class AttentionTarget(Target):
             weight = None
             if call.cheap_scale is not None:
                 weight = call.cheap_scale.reshape(-1, 1).to(before.dtype)
-            out = add_rows(
-                out, before, (~flat).nonzero().squeeze(-1), call.branch, slice_rows(call), weight
-            )
+            cheap = (~flat).nonzero().squeeze(-1)
+            out = add_rows(out, before, cheap, call.branch, slice_rows(call), weight)
         out = out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype))
         return call.with_recalled(out.view(call.stream.shape))
 
@@ -116,6 +111,5 @@ class AttentionTarget(Target):
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
         read = call.stream if call.family.parallel else after
-        return after + ffn_map(call.layer, call.family)(
-            norm_of(call.layer, call.family, "ffn")(read)
-        )
+        normed = norm_of(call.layer, call.family, "ffn")(read)
+        return after + ffn_map(call.layer, call.family)(normed)

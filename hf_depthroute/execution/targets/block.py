@@ -70,9 +70,8 @@ class BlockTarget(AttentionTarget):
         return super().supports_rows(call) and runs_by_rows(call)
 
     def rest_by_rows(self, call: RoutedCall, after: Tensor) -> Tensor:
-        normed = norm_of(call.layer, call.family, "ffn")(
-            call.stream if call.family.parallel else after
-        )
+        read = call.stream if call.family.parallel else after
+        normed = norm_of(call.layer, call.family, "ffn")(read)
         return ffn_rows(call, after, normed, call.ffn_scale)
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
@@ -88,7 +87,6 @@ class BlockTarget(AttentionTarget):
         stream = call.stream
         update = attention_update(layer, family, call.norm(), call.kwargs)
         a = stream + scaled(update, of_attention)
-        update = ffn_map(layer, family)(
-            norm_of(layer, family, "ffn")(stream if family.parallel else a)
-        )
+        normed = norm_of(layer, family, "ffn")(stream if family.parallel else a)
+        update = ffn_map(layer, family)(normed)
         return a + scaled(update, of_ffn)

@@ -60,8 +60,7 @@ class ExpertsTarget(FFNTarget):
 
         def decide(index: Tensor) -> tuple[Tensor, Tensor]:  # [N, K]
             index_BTK = index.view(*a.shape[:2], -1)
-            per_expert = scores.ndim == 3
-            if per_expert:
+            if scores.ndim == 3:
                 decision.scores = scores.gather(-1, index_BTK)
             else:
                 decision.scores = scores[..., None].expand_as(index_BTK)
@@ -83,11 +82,8 @@ class ExpertsTarget(FFNTarget):
         decision.extras["expert_index"] = pairs.index.view(*a.shape[:2], -1)
         if branch is None:
             return out
-        dropped = (
-            (pairs.weights * (1 - pairs.factor.to(pairs.weights.dtype)))
-            .sum(-1)
-            .view(*a.shape[:2], 1)
-        )
+        lost = pairs.weights * (1 - pairs.factor.to(pairs.weights.dtype))
+        dropped = lost.sum(-1).view(*a.shape[:2], 1)
         if not compact:
             return out + dropped.to(out.dtype) * branch(a)
         some = dropped.squeeze(-1) != 0

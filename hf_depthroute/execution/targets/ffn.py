@@ -50,9 +50,7 @@ class FFNTarget(Target):
     def gathered(self, call: RoutedCall) -> Tensor:
         """As `Target.gathered`; where the norm is not known yet,
         only the rows that run are normed."""
-        router = None
-        if is_recorded(ROUTER_LOGITS):
-            router = router_of(call.layer, call.family)
+        router = router_of(call.layer, call.family) if is_recorded(ROUTER_LOGITS) else None
         if router is None:
             return self._gathered(call, call.normed)
         normed = call.norm()
@@ -79,11 +77,9 @@ class FFNTarget(Target):
         return runs_by_rows(call)
 
     def by_rows(self, call: RoutedCall) -> Tensor:
-        stream = call.stream
-        if call.branch is None:
-            base = stream
-        else:
-            base = torch.where(call.mask[..., None], stream, call.cheap())
+        base = call.stream
+        if call.branch is not None:
+            base = torch.where(call.mask[..., None], base, call.cheap())
         return ffn_rows(call, base, call.norm(), call.scale)
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
@@ -106,9 +102,7 @@ def ffn_rows(call: RoutedCall, stream: Tensor, normed: Tensor, scale: Tensor | N
     ffn: Any = getattr(call.layer, call.family.ffn)
     rows, x = (part.reshape(-1, part.shape[-1]) for part in (stream, normed))
     weights = ffn.gate_proj.weight, ffn.up_proj.weight, ffn.down_proj.weight
-    flat = None
-    if scale is not None:
-        flat = scale.reshape(-1)
+    flat = None if scale is None else scale.reshape(-1)
     return swiglu_rows(rows, x, call.mask.reshape(-1), flat, *weights).view(stream.shape)
 
 
