@@ -46,11 +46,7 @@ class RoutingCallback(TrainerCallback):
     before: Mapping[str, Any] = MappingProxyType({})  # the record that training started with
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.begun = time.monotonic()
         self._remember(args, state, kwargs)
@@ -63,34 +59,21 @@ class RoutingCallback(TrainerCallback):
         dataset = known(lambda: given["train_dataloader"].dataset)
         if not record_of(model):  # a checkpoint that was loaded has none
             remember_training(model, self.before)
-        remember_training(
-            model, training_record(args, state, model, dataset, time.monotonic() - self.begun)
-        )
+        seconds = time.monotonic() - self.begun
+        remember_training(model, training_record(args, state, model, dataset, seconds))
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.objective.schedule(state.global_step)
 
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.objective.check_finite(state.global_step + 1, gradients=not args.fp16)
 
     def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.objective.after_step()
 
@@ -111,19 +94,14 @@ class RoutingCallback(TrainerCallback):
             self._remember(args, state, kwargs)
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._remember(args, state, kwargs)
         if not args.load_best_model_at_end:  # else the weights are of an earlier step
             self.objective.note_shares()
         self.restore()
-        missed = missed_budget(
-            active_routings(self.objective.model)[0].active_config(), state.log_history
-        )
+        config = active_routings(self.objective.model)[0].active_config()
+        missed = missed_budget(config, state.log_history)
         if missed is not None and state.is_world_process_zero:
             say(missed)
 
@@ -166,10 +144,8 @@ class DepthRouteCallback(RoutingCallback):
             raise RuntimeError(
                 "DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)"
             )
-        arguments = self.arguments or (
-            args if isinstance(args, RoutingArguments) else RoutingArguments()
-        )
         trainer = self.trainer
+        arguments = self.arguments or routing_arguments(args)
         self.objective = RoutingObjective(arguments, kwargs["model"])
         trainer.callback_handler.callbacks.remove(self)
         # Adds to the logs before integrations read them.
@@ -183,6 +159,11 @@ class DepthRouteCallback(RoutingCallback):
         if self.begun:
             vars(self.trainer).pop("compute_loss", None)
         super().restore()
+
+
+def routing_arguments(args: TrainingArguments) -> RoutingArguments:
+    """The weights and schedules among a trainer's arguments; without any, the defaults."""
+    return args if isinstance(args, RoutingArguments) else RoutingArguments()
 
 
 def routed_loss(
@@ -212,11 +193,7 @@ def routed_loss(
     with objective.watching() as watched, _as_deployed(trainer, objective.model), served:
         with fused or nullcontext():
             found = plain(model, inputs, asks, num_items_in_batch)
-        if asks:
-            lm, outputs = found
-        else:
-            lm = found
-            outputs = None
+        lm, outputs = found if asks else (found, None)
         seen = any(record.probs.requires_grad for record in watched.trace.values())
         if lm.requires_grad and not seen and _trains_routers(active_routings(objective.model)):
             raise ValueError(
@@ -225,18 +202,14 @@ def routed_loss(
                 "the model outside of torch.no_grad()"
             )
         share = _share(trainer, num_items_in_batch)
-        logits = None
-        if fused is None:
-            logits = getattr(outputs, "logits", None)
+        logits = getattr(outputs, "logits", None) if fused is None else None
         if objective.arguments.distill_weight > 0 and not is_standard(plain):
             assert watched.prefix is not None and watched.prefix.final is not None, (
                 "no forward pass was observed"
             )
             logits = watched.prefix.lm_head(watched.prefix.final)
         loss = objective(lm, watched, share, labels, logits)
-    if return_outputs:
-        return loss, outputs
-    return loss
+    return (loss, outputs) if return_outputs else loss
 
 
 @contextmanager
@@ -288,14 +261,12 @@ def provided(trainer: Trainer) -> Iterator[None]:
     """
     model = cast(nn.Module, trainer.model)
     stack = routed_stack(model)
-    routings = []
-    if stack is not None:
-        routings = [routing for routing in stack.routed if routing.adapter() is not None]
+    held = () if stack is None else stack.routed
+    routings = [routing for routing in held if routing.adapter() is not None]
     if routings and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(FROZEN)
-    if hasattr(trainer, "ref_model") and any(
-        routing.active_config().phases == "prefill" for routing in routings
-    ):
+    of_prompts = any(routing.active_config().phases == "prefill" for routing in routings)
+    if of_prompts and hasattr(trainer, "ref_model"):
         raise ValueError(
             f"{type(trainer).__name__} compares log-probabilities of prompt and answer read in one "
             "pass, where phases='prefill' would route the answers too: call set_phases(model, "

@@ -177,16 +177,13 @@ def run_forks(
         h = streams_FBTd.flatten(0, 1)
         context = prefix.context.each(partial(_repeat_rows, batch=batch, count=count))
         routing: Routing | None = layer._modules.get(ROUTING)
-        plan = None
-        if routing is not None:
-            plan = routing.plan(prefix.training)
+        plan = None if routing is None else routing.plan(prefix.training)
         if routing is None or plan is None or (not on_policy and fork is None):
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
         _check_forkable(plan)
-        call = routed_call(
-            layer, replace(plan, training=False), h, context, kwargs, decides=on_policy
-        )
+        plan = replace(plan, training=False)
+        call = routed_call(layer, plan, h, context, kwargs, decides=on_policy)
         if plan.gate.static:  # there is one path
             streams_FBTd = call.finish(call.cheap()).view_as(streams_FBTd)
             continue
@@ -202,12 +199,8 @@ def run_forks(
             streams_FBTd = torch.cat([streams_FBTd, new_KBTd])
             # What is not routed reads the layer's input, for a new stream the trunk's.
             if routing.family.parallel:
-                call = replace(
-                    call,
-                    stream=torch.cat(
-                        [call.stream, call.stream[:batch].repeat(len(new_KBTd), 1, 1)]
-                    ),
-                )
+                trunks = call.stream[:batch].repeat(len(new_KBTd), 1, 1)
+                call = replace(call, stream=torch.cat([call.stream, trunks]))
             if routing.family.parallel or call.target.finish_attends:
                 call = replace(call, kwargs=_repeated(observed, batch, len(streams_FBTd)))
         streams_FBTd = call.finish(streams_FBTd.flatten(0, 1)).unflatten(0, (-1, batch))
@@ -280,9 +273,8 @@ def divergence_from_dense(
     for rows, logits in prefix.lm_head.chunks(rows_Nd, student_NV):
         with prefix.replaying():
             target = prefix.lm_head(rows).float().log_softmax(-1)
-        total = total + F.kl_div(
-            logits.float().log_softmax(-1), target, reduction="sum", log_target=True
-        )
+        student = logits.float().log_softmax(-1)
+        total = total + F.kl_div(student, target, reduction="sum", log_target=True)
     return mean_of_all(total[None], counted_BT.sum()[None].to(total.dtype))[0]
 
 
@@ -314,12 +306,8 @@ def _repeat(value: object, batch: int, count: int) -> object:
         return tuple(_repeat(part, batch, count) for part in value)
     if hasattr(value, "kv_num_blocks"):
         raise ValueError("the oracle does not support flex attention; use sdpa or eager")
-    if (
-        count == 1
-        or not isinstance(value, torch.Tensor)
-        or value.ndim < 2
-        or value.shape[0] != batch
-        or batch == 1
-    ):
+    if count == 1 or batch == 1 or not isinstance(value, torch.Tensor):
+        return value
+    if value.ndim < 2 or value.shape[0] != batch:
         return value
     return value.repeat(count, *[1] * (value.ndim - 1))

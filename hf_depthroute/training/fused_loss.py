@@ -125,19 +125,15 @@ def fused_loss_obstacle(model: nn.Module) -> str | None:
     that reads the logits.
     """
     base = _base_of(model)
-    head = None
-    if hasattr(base, "get_output_embeddings"):
-        head = base.get_output_embeddings()
+    head = getattr(base, "get_output_embeddings", lambda: None)()
     config = getattr(base, "config", None)
     if getattr(config, "model_type", None) not in FAMILIES:
         return f"the forward pass of {type(base).__name__} is not known"
     change = logit_change(base)
     if change is not None:
         return f"the model changes its logits after the LM head ({change[0]} {change[1]:g})"
-    if (
-        "_loss_function" in base.__dict__
-        or getattr(base, "loss_function", None) is not ForCausalLMLoss
-    ):
+    loss = getattr(base, "loss_function", None)
+    if "_loss_function" in base.__dict__ or loss is not ForCausalLMLoss:
         return "the model has a loss function of its own"
     if type(head) is not nn.Linear or "forward" in head.__dict__:
         return "the LM head is not a plain linear layer"
@@ -173,25 +169,22 @@ def fused_cross_entropy(
         The sum, float32 `[]`, and the count, int64 `[]`. The sum cannot be differentiated twice.
     """
     device = hidden.device.type
+    dtype = hidden.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = hidden.dtype
     targets_N = targets.reshape(-1)
     with torch.autocast(device, enabled=False):
         operands = [
             None if x is None else x.to(dtype)
             for x in (hidden.reshape(-1, hidden.shape[-1]), weight, bias)
         ]
-        kernel = None
-        if device == "cuda" and not torch.compiler.is_compiling():
-            kernel = _liger_sum()
+        usable = device == "cuda" and not torch.compiler.is_compiling()
+        kernel = _liger_sum() if usable else None
         if kernel is not None:
             total = kernel(*operands, targets_N, ignore_index)
         else:
-            wanted = [
-                x is not None and x.requires_grad and torch.is_grad_enabled() for x in operands
-            ]
+            graph = torch.is_grad_enabled()
+            wanted = [x is not None and x.requires_grad and graph for x in operands]
             total, *_ = _chunked_cross_entropy(*operands, targets_N, ignore_index, wanted)
     return total, (targets_N != ignore_index).sum()
 
@@ -215,9 +208,8 @@ def _chunked_cross_entropy(
 ) -> tuple[torch.Tensor, ...]:
     """The sum of the cross-entropies, and its gradients where `wanted`;
     elsewhere an empty tensor."""
-    total, grad_hidden_Nd, grad_weight_Vd, grad_bias_V = _results(
-        hidden_Nd, weight_Vd, bias_V, wanted
-    )
+    results = _results(hidden_Nd, weight_Vd, bias_V, wanted)
+    total, grad_hidden_Nd, grad_weight_Vd, grad_bias_V = results
     counted_N = targets_N != ignore_index
     rows_N = torch.arange(len(targets_N), device=targets_N.device)
     # Elsewhere, to know how many there are would be to wait for the device.
@@ -234,9 +226,8 @@ def _chunked_cross_entropy(
         reached_n1 = buffer_nV.gather(1, at)
         largest_n1 = buffer_nV.amax(-1, keepdim=True)
         sums_n1 = buffer_nV.sub_(largest_n1).exp_().sum(-1, keepdim=True)
-        total += (
-            (largest_n1 + sums_n1.log() - reached_n1).squeeze(1).masked_fill(~counted_n, 0.0).sum()
-        )
+        losses_n = (largest_n1 + sums_n1.log() - reached_n1).squeeze(1)
+        total += losses_n.masked_fill(~counted_n, 0.0).sum()
         if any(wanted):
             buffer_nV.mul_(counted_n[:, None] / sums_n1)
             buffer_nV.scatter_add_(1, at, -counted_n[:, None].float())
@@ -280,12 +271,8 @@ def _scale_gradients(
     # The scale of the loss comes last, so that float16 gradients do not underflow before a loss
     # scaler is applied.
     kept = zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted)
-    return (
-        *((gradient * grad).to(dtype) if wants else None for gradient, dtype, wants in kept),
-        None,
-        None,
-        None,
-    )
+    scaled = [(part * grad).to(dtype) if wants else None for part, dtype, wants in kept]
+    return (*scaled, None, None, None)
 
 
 _chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gradients)
@@ -310,8 +297,7 @@ def _liger_sum() -> Callable[..., torch.Tensor] | None:
         ignore_index: int,
     ) -> torch.Tensor:
         loss: Any = LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum")
-        found: torch.Tensor = loss(weight_Vd, hidden_Nd, targets_N, bias_V)
-        return found
+        return cast(torch.Tensor, loss(weight_Vd, hidden_Nd, targets_N, bias_V))
 
     return total
 

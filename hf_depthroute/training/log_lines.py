@@ -29,11 +29,7 @@ class Lines:
     begun, first_step = 0.0, 0
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.begun = time.monotonic()
         self.first_step = state.global_step
@@ -42,9 +38,8 @@ class Lines:
     def line(self, state: TrainerState, logs: Mapping[str, Any]) -> str:
         done = state.global_step - self.first_step
         rest = state.max_steps - state.global_step
-        left = None
-        if self.begun and done > 0:
-            left = (time.monotonic() - self.begun) / done * rest
+        passed = time.monotonic() - self.begun
+        left = passed / done * rest if self.begun and done > 0 else None
         return log_line(logs, state.global_step, state.max_steps, left)
 
 
@@ -95,13 +90,9 @@ def log_line(
     mean gate probability."""
     if "train_runtime" in logs:
         speed = logs.get("train_steps_per_second")
-        mean = ""
-        if "train_loss" in logs:
-            mean = f", mean loss {_number(logs['train_loss'])}"
-        return (
-            f"trained {step} steps in {duration(logs['train_runtime'])} ({_number(speed)} "
-            f"steps/s){mean}"
-        )
+        mean = f", mean loss {_number(logs['train_loss'])}" if "train_loss" in logs else ""
+        time_taken = duration(logs["train_runtime"])
+        return f"trained {step} steps in {time_taken} ({_number(speed)} steps/s){mean}"
     rest = {
         name: value
         for name, value in logs.items()
@@ -112,17 +103,14 @@ def log_line(
         parts.append(f"loss {_number(rest.pop('loss'))}")
     terms = [name for name in rest if name.startswith("loss_")]
     if terms:
-        parts.append(
-            ", ".join(f"{name.removeprefix('loss_')} {_number(rest.pop(name))}" for name in terms)
-        )
+        shown = [f"{name.removeprefix('loss_')} {_number(rest.pop(name))}" for name in terms]
+        parts.append(", ".join(shown))
     gated = {key.removeprefix("gate_prob/") for key in logs if key.startswith("gate_prob/layer_")}
     for name, form in {"full_ratio": "full {:.1%}", "gate_prob": "gate p {:.3f}"}.items():
-        of_layers = {
-            key.removeprefix(f"{name}/"): value
-            for key, value in logs.items()
-            if key.startswith(f"{name}/")
-        }
-        values = [float(value) for layer, value in of_layers.items() if not gated or layer in gated]
+        keys = [key for key in logs if key.startswith(f"{name}/")]
+        if gated:
+            keys = [key for key in keys if key.removeprefix(f"{name}/") in gated]
+        values = [float(logs[key]) for key in keys]
         if values:
             parts += [form.format(sum(values) / len(values))]
     short = {"learning_rate": "lr", "grad_norm": "grad"}
@@ -164,6 +152,4 @@ def duration(seconds: float) -> str:
 
 
 def _number(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

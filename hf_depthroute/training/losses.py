@@ -100,9 +100,8 @@ def jepa_loss(inputs: LossInputs) -> torch.Tensor | None:
     records = list(inputs.trace.values())
     if not all("z_full" in record.extras for record in records):
         return None
-    z_full, z_cheap = (
-        [getattr(record, name) for record in records] for name in ("z_full", "z_cheap")
-    )
+    z_full = [record.z_full for record in records]
+    z_cheap = [record.z_cheap for record in records]
     if inputs.jepa_targets == "deranged":
         source = derangement(records[0].real)
         z_full, z_cheap = (
@@ -164,12 +163,7 @@ def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
     if not has_budget(inputs.trace):
         return None
     records = inputs.trace.values()
-    masks = stack(
-        [
-            record.mask.to(record.probs.dtype) - record.probs.detach() + record.probs
-            for record in records
-        ]
-    )
+    masks = stack([r.mask.to(r.probs.dtype) - r.probs.detach() + r.probs for r in records])
     budget = sum(record.budget for record in records) / len(records)
     return F.relu(token_mean(masks, real_tokens(inputs.trace)).mean() - budget)
 
@@ -207,9 +201,8 @@ def _labels_loss(inputs: LossInputs, name: str, sign: int) -> torch.Tensor | Non
         [topk_mask(sign * getattr(record, name), record.budget, record.real) for record in records]
     )
     logits_CBT = gate_logits(inputs.trace)
-    return gate_cross_entropy(
-        logits_CBT, labels_CBT.to(logits_CBT.dtype), real_tokens(inputs.trace)
-    )
+    labels_CBT = labels_CBT.to(logits_CBT.dtype)
+    return gate_cross_entropy(logits_CBT, labels_CBT, real_tokens(inputs.trace))
 
 
 def predictor_loss(inputs: LossInputs) -> torch.Tensor | None:
@@ -219,9 +212,8 @@ def predictor_loss(inputs: LossInputs) -> torch.Tensor | None:
     if not all("predicted" in record.extras for record in records):
         return None
     predicted_CBT = stack([record.predicted.float() for record in records])
-    return gate_cross_entropy(
-        predicted_CBT, stack([record.mask.float() for record in records]), real_tokens(inputs.trace)
-    )
+    mask_CBT = stack([record.mask.float() for record in records])
+    return gate_cross_entropy(predicted_CBT, mask_CBT, real_tokens(inputs.trace))
 
 
 def stream_similarity(
@@ -301,9 +293,7 @@ def routing_losses(
     terms = {}
     for name, term in LOSSES.items():
         weight = (weights or {}).get(name, term.weight)
-        value = None
-        if weight != 0:
-            value = term.compute(given)
+        value = term.compute(given) if weight != 0 else None
         if value is not None:
             terms[name] = weight * value
     return terms

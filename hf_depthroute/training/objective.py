@@ -64,9 +64,8 @@ class RoutingObjective:
             )
         self.arguments = arguments
         self.model = model
-        gates = []
-        if not arguments.train_gates:
-            gates = [h.depth_route_gate[h.active_name()] for h in routings]
+        frozen = [] if arguments.train_gates else routings
+        gates = [routing.depth_route_gate[routing.active_name()] for routing in frozen]
         self._frozen = [p for gate in gates for p in gate.parameters() if p.requires_grad]
         self.freeze()
         self._step = 0
@@ -94,9 +93,7 @@ class RoutingObjective:
             watchers.enter_context(state_of(self.model).override(observed=metrics))
             trace = watchers.enter_context(record_routes(self.model))
             trace.with_graph = True
-            prefix = None
-            if a.forks():
-                prefix = watchers.enter_context(observe_prefix(self.model))
+            prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
             watches = dict.fromkeys(row.observe for row in rows)
             seen = {
                 watch: watchers.enter_context(watch(self.model))
@@ -152,9 +149,8 @@ class RoutingObjective:
             self._count(routing, trace[routing.layer_index])
         self._collect(terms, trace, share)
         found = {name: term.detach() for name, term in terms.items()}
-        self._pending.append(
-            (found, {index: record.scores.detach() for index, record in trace.items()})
-        )
+        scores = {index: record.scores.detach() for index, record in trace.items()}
+        self._pending.append((found, scores))
         zero = lm.new_zeros(())
         return terms.pop("lm", zero) + share * sum(terms.values(), zero)
 
@@ -163,19 +159,11 @@ class RoutingObjective:
         a = self.arguments
         step = self._step
         due: dict[str, object] = {}
-        if (
-            a.uses_oracle()
-            and step >= a.oracle_warmup
-            and (step - a.oracle_warmup) % a.oracle_interval == 0
-        ):
+        if a.uses_oracle() and _is_due(step, a.oracle_warmup, a.oracle_interval):
             due["utility"] = prefix_utility(
                 prefix, labels, a.oracle, a.oracle_window, a.oracle_gamma
             )
-        if (
-            a.cgs_weight > 0
-            and step >= a.cgs_warmup
-            and (step - a.cgs_warmup) % a.cgs_interval == 0
-        ):
+        if a.cgs_weight > 0 and _is_due(step, a.cgs_warmup, a.cgs_interval):
             layers = [routing.layer_index for routing in gated_routings(self.model)]
             layer = layers[(step - a.cgs_warmup) // a.cgs_interval % len(layers)]
             difference = prefix_utility(prefix, labels, "on_policy", window=1, layers=[layer])
@@ -237,34 +225,21 @@ class RoutingObjective:
         self._pending.clear()
         watched = [term.float() for terms, _ in pending for term in terms.values()]
         if gradients:
-            found = [
-                p.grad
-                for p in self.model.parameters()
-                if p.requires_grad and type(p.grad) is torch.Tensor
-            ]
+            trained = [p.grad for p in self.model.parameters() if p.requires_grad]
+            found = [gradient for gradient in trained if type(gradient) is torch.Tensor]
             if found:
                 watched += [get_total_norm(found)]
         if not watched or bool(stack([value.reshape(()) for value in watched]).isfinite().all()):
             return
-        names = sorted(
-            {name for terms, _ in pending for name, term in terms.items() if not term.isfinite()}
-        )
-        layers = sorted(
-            {
-                i
-                for _, scores in pending
-                for i, value in scores.items()
-                if not value.isfinite().all()
-            }
-        )
+        names = {n for terms, _ in pending for n, term in terms.items() if not term.isfinite()}
+        every = (scores.items() for _, scores in pending)
+        layers = {i for scores in every for i, value in scores if not value.isfinite().all()}
+        what = "a gradient (every loss term is finite)"
         if names:
-            what = f"loss terms {', '.join(names)}"
-        else:
-            what = "a gradient (every loss term is finite)"
+            what = f"loss terms {', '.join(sorted(names))}"
+        where = "all scores are finite"
         if layers:
-            where = f"the scores of layer {layers[0]} are the first that are not"
-        else:
-            where = "all scores are finite"
+            where = f"the scores of layer {min(layers)} are the first that are not"
         raise NonFiniteLossError(
             f"step {step}: not finite: {what}; {where}. Stopped before the optimizer moved: the "
             f"weights are as after step {step - 1}. Look at the batch, or lower the learning rate"
@@ -280,10 +255,7 @@ class RoutingObjective:
         """Undo `state`."""
         value = state.get("temperature")
         device = next(self.model.parameters()).device
-        if value is None:
-            self._label_scale.value = None
-        else:
-            self._label_scale.value = torch.tensor(value, device=device)
+        self._label_scale.value = None if value is None else torch.tensor(value, device=device)
         self._label_scale.begin_step()
 
     @torch.no_grad()
@@ -305,9 +277,8 @@ class RoutingObjective:
         for h in active_routings(self.model):
             if h.layer_index in self._full:
                 full, seen = self._full[h.layer_index].tolist()
-                h.active_quantiles().measured = Measured(
-                    h.active_config().budget, full / max(1, seen), "training"
-                )
+                budget = h.active_config().budget
+                h.active_quantiles().measured = Measured(budget, full / max(1, seen), "training")
 
     def freeze(self) -> None:
         """Freeze the gates where `train_gates` is off, until `end_schedule`."""
@@ -351,6 +322,11 @@ def _full_and_seen(mask: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     return torch.stack([(mask & real).sum(), real.sum()])
 
 
+def _is_due(step: int, warmup: int, interval: int) -> bool:
+    """Whether `step` is a refresh: every `interval` steps, from step `warmup` on."""
+    return step >= warmup and (step - warmup) % interval == 0
+
+
 def _ramp(step: int, steps: int, start: float, end: float) -> float | None:
     if step >= steps:
         return None
@@ -368,10 +344,11 @@ def _without_input_gradients(model: nn.Module) -> Iterator[None]:
     once more and be differentiated for nothing.
     """
     decoder = stack_of(model).decoder
-    layers = (
-        module for module in decoder.modules() if getattr(module, "gradient_checkpointing", False)
+    functions = (
+        getattr(module, "_gradient_checkpointing_func", None)
+        for module in decoder.modules()
+        if getattr(module, "gradient_checkpointing", False)
     )
-    functions = (getattr(layer, "_gradient_checkpointing_func", None) for layer in layers)
     reentrant = (
         getattr(function, "keywords", {}).get("use_reentrant") is not False
         for function in functions

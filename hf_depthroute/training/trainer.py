@@ -22,7 +22,13 @@ from ..inference.calibration import active_routings
 from ..parts.gates import GATES
 from . import checkpoints
 from .arguments import RoutingArguments
-from .callbacks import DepthRouteCallback, RoutingCallback, is_standard, routed_loss
+from .callbacks import (
+    DepthRouteCallback,
+    RoutingCallback,
+    is_standard,
+    routed_loss,
+    routing_arguments,
+)
 from .fused_loss import FusedLoss, fused_loss_obstacle
 from .objective import RoutingObjective
 from .record import record_of
@@ -91,10 +97,8 @@ class DepthRouteTrainerMixin(_Trainer):
 
     def _watch(self, model: nn.Module) -> None:
         """Train `model` with the routing losses."""
-        arguments = RoutingArguments()
-        if isinstance(self.args, RoutingArguments):
-            arguments = self.args
-        self._callback.objective = self.routing_objective = RoutingObjective(arguments, model)
+        objective = RoutingObjective(routing_arguments(self.args), model)
+        self._callback.objective = self.routing_objective = objective
         self._fused: FusedLoss | None = None
 
     def call_model_init(self, trial: object = None) -> nn.Module:
@@ -145,10 +149,8 @@ class DepthRouteTrainerMixin(_Trainer):
             "use_liger_kernel=True has a fused loss too": self.args.use_liger_kernel,
             "the model is split over devices or copied by DataParallel": split,
         }
-        return next(
-            (reason for reason, holds in obstacles.items() if holds),
-            fused_loss_obstacle(self.model),
-        )
+        found = (reason for reason, holds in obstacles.items() if holds)
+        return next(found, None) or fused_loss_obstacle(self.model)
 
     def create_model_card(  # type: ignore[override]  # takes more
         self,
@@ -189,8 +191,8 @@ class DepthRouteTrainerMixin(_Trainer):
             "tags": tags,
             "model_name": model_name,
             "datasets": dataset,
+            "repo_id": getattr(self, "hub_model_id", None),
         }
-        card |= {"repo_id": getattr(self, "hub_model_id", None)}
         model = self.accelerator.unwrap_model(self.model)
         model.create_or_update_model_card(str(self.args.output_dir), results=results, card=card)
 
@@ -220,9 +222,7 @@ class DepthRouteTrainerMixin(_Trainer):
             found, skipped = checkpoints.last_complete(Path(str(self.args.output_dir)))
             for line in skipped:
                 warnings.warn(f"passed over {shown(line)}", stacklevel=3)
-            if found is None:
-                return True
-            return str(found)
+            return True if found is None else str(found)
         if resume_from_checkpoint:
             checkpoints.check_complete(Path(resume_from_checkpoint))
         return resume_from_checkpoint
@@ -235,21 +235,16 @@ class DepthRouteTrainerMixin(_Trainer):
     def _save_checkpoint(
         self, model: nn.Module, trial: object, *args: object, **kwargs: object
     ) -> None:
-        folder = (
-            Path(self._get_output_dir(trial=trial))
-            / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        )
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = Path(self._get_output_dir(trial=trial)) / name
         limit = self.args.save_total_limit
         self.args.save_total_limit = None  # older ones go when this one is whole
         try:
             with self._named(f"saving {folder}"):
                 super()._save_checkpoint(model, trial, *args, **kwargs)
                 if self.args.should_save:
-                    write_json(
-                        folder / checkpoints.ROUTING_STATE,
-                        self.routing_objective.state(),
-                        indent=None,
-                    )
+                    routing = self.routing_objective.state()
+                    write_json(folder / checkpoints.ROUTING_STATE, routing, indent=None)
                     write_json(folder / checkpoints.RECORD, record_of(self.model), indent=None)
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
@@ -279,21 +274,16 @@ class DepthRouteTrainerMixin(_Trainer):
             if outer or not (memory or disk_full(error)):
                 raise
             whole = checkpoints.last_whole(Path(str(self.args.output_dir)))
+            left = "there is no whole checkpoint"
             if whole:
                 left = f"the last whole checkpoint is {whole}"
-            else:
-                left = "there is no whole checkpoint"
-            text = (
-                f"{'out of memory' if memory else 'disk full'} while {self.doing}: "
-                f"{reason(error)}; {left}"
-            )
+            what = "out of memory" if memory else "disk full"
+            text = f"{what} while {self.doing}: {reason(error)}; {left}"
             if memory:  # the same type where it is PyTorch's own: callers catch it
-                raise (type(error) if isinstance(error, torch.OutOfMemoryError) else MemoryError)(
-                    text
-                ) from error
-            raise OSError(
-                errno.ENOSPC, text, str(getattr(error, "filename", None) or self.args.output_dir)
-            ) from error
+                own = isinstance(error, torch.OutOfMemoryError)
+                raise (type(error) if own else MemoryError)(text) from error
+            place = getattr(error, "filename", None) or self.args.output_dir
+            raise OSError(errno.ENOSPC, text, str(place)) from error
         finally:
             if not outer:
                 self.doing = ""
