@@ -30,7 +30,7 @@ from ..inference import calibration
 from ..training.arguments import RoutingArguments
 from ..training.presets import find_preset
 from ..training.prompts import collate_behind_prompts
-from ..training.record import record_of, remember_training
+from ..training.record import record_of, remember_training, trainable_parameters
 from ..training.trainer import DepthRouteTrainer, DepthRouteTrainingArguments
 from . import loading
 from . import options as o
@@ -395,7 +395,7 @@ def _record_of(
         "command": o.command_words(run.options.context, leave_out=("out", "overwrite", "resume")),
         ARGUMENTS: _arguments_of(run),
         "seconds": round(time.monotonic() - run.started, 1),
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "trainable_parameters": trainable_parameters(model),
         "calibrated_full_ratio": {str(index): ratio for index, ratio in full_ratio.items()},
         "thresholds": {str(index): value for index, value in calibration.thresholds(model).items()},
         "held_out_blocks": run.held_out,

@@ -22,7 +22,7 @@ from ..data.batches import labels_of
 from ..files.versions import versions
 from ..inference.calibration import active_routings, set_thresholds
 from ..routing.trace import count_routes, record_routes
-from ..training.record import remember_training
+from ..training.record import remember_training, trainable_parameters
 from .text import Batches, tokens_of
 
 
@@ -83,7 +83,7 @@ def remember_fit(
         "fit": fit,
         "seconds": round(time.monotonic() - started, 1),
         "seconds_of": seconds_of,
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "trainable_parameters": trainable_parameters(model),
         "versions": versions(),
     }
     remember_training(model, record)

@@ -170,24 +170,18 @@ class RoutingArguments:
                     f"use one of: {known}"
                 )
         self.loss_weights = given
-        numbers = {f"{name}_weight": weight for name, weight in self.weights().items()}
-        for name, number in (
-            numbers | {"alive_min": self.alive_min, "controller_step": self.controller_step}
-        ).items():
-            if (
-                isinstance(number, bool)
-                or not isinstance(number, (int, float))
-                or not 0 <= number < float("inf")
-            ):
+        numbers: dict[str, Any] = {f"{name}_weight": w for name, w in self.weights().items()}
+        numbers |= {"alive_min": self.alive_min, "controller_step": self.controller_step}
+        for name, number in numbers.items():
+            counts = isinstance(number, (int, float)) and not isinstance(number, bool)
+            if not counts or not 0 <= number < float("inf"):
                 raise ConfigError(f"{name}={number!r} must be a finite number of at least 0")
-        for name, allowed in {
-            "oracle": ("none", *ORACLES),
-            "jepa_targets": ("paired", "deranged"),
-        }.items():
-            if getattr(self, name) not in allowed:
+        words = {"oracle": ("none", *ORACLES), "jepa_targets": ("paired", "deranged")}
+        for name, allowed in words.items():
+            word = getattr(self, name)
+            if word not in allowed:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not supported; use one of: "
-                    f"{', '.join(allowed)}"
+                    f"{name}={word!r} is not supported; use one of: {', '.join(allowed)}"
                 )
         if not 0 < self.temperature_start < float("inf"):
             raise ConfigError(
@@ -201,17 +195,16 @@ class RoutingArguments:
             "cgs_interval": 1,
             "oracle_warmup": 0,
             "cgs_warmup": 0,
+            "budget_schedule_steps": 0,
+            "temperature_schedule_steps": 0,
         }
-        least |= {"budget_schedule_steps": 0, "temperature_schedule_steps": 0}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {minimum}")
 
     def weights(self) -> dict[str, float]:
         """The weight of every row of `LOSSES`."""
-        outside = {}
-        if isinstance(self.loss_weights, dict):
-            outside = self.loss_weights
+        outside = self.loss_weights if isinstance(self.loss_weights, dict) else {}
         added = {name: outside.get(name, term.weight) for name, term in LOSSES.items()}
         return added | {name: getattr(self, f"{name}_weight") for name in OWN_LOSSES}
 

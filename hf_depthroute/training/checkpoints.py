@@ -35,9 +35,8 @@ def mark_complete(folder: Path) -> None:
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MARKER]
     for file in files:
         sync(file)
-    write_json(
-        folder / MARKER, {str(f.relative_to(folder)): f.stat().st_size for f in files}, indent=None
-    )
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
+    write_json(folder / MARKER, sizes, indent=None)
 
 
 def fault_of(folder: Path) -> str | None:
@@ -77,9 +76,7 @@ def read_routing_state(path: Path) -> dict[str, float]:
     """Check the state that `RoutingObjective.state` returned;
     ValueError or TypeError for anything else."""
     found = json.loads(read_file(path, _MAX_BYTES))
-    temperature: Any = None
-    if isinstance(found, dict):
-        temperature = found.get("temperature", 1.0)
+    temperature: Any = found.get("temperature", 1.0) if isinstance(found, dict) else None
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not number or not set(found) <= {"temperature"} or not 0 < temperature <= _HOTTEST:
         raise ValueError(f"{path}: holds no state of the routing losses")
@@ -117,9 +114,8 @@ def last_complete(folder: Path) -> tuple[Path | None, list[str]]:
 
 def last_whole(folder: Path) -> Path | None:
     """The latest whole checkpoint of a run; None if there is none."""
-    return next(
-        (checkpoint for checkpoint in checkpoints_in(folder) if fault_of(checkpoint) is None), None
-    )
+    whole = (checkpoint for checkpoint in checkpoints_in(folder) if fault_of(checkpoint) is None)
+    return next(whole, None)
 
 
 def check_complete(folder: Path) -> None:
@@ -127,10 +123,7 @@ def check_complete(folder: Path) -> None:
     fault = fault_of(folder)
     if fault is not None:
         other = last_whole(folder.parent)
-        if other:
-            remedy = f"resume from {other.name}"
-        else:
-            remedy = "start again without resuming"
+        remedy = f"resume from {other.name}" if other else "start again without resuming"
         raise CheckpointError(f"{folder}: cannot be resumed from: {fault}; {remedy}")
 
 
@@ -143,8 +136,6 @@ def rotate(newest: Path, limit: int | None, best: Path | None = None) -> None:
     """
     there = checkpoints_in(newest.parent)
     kept = {path.resolve() for path in (newest, best) if path is not None}
-    surplus = 0
-    if limit:
-        surplus = max(len(there) - limit, 0)
+    surplus = max(len(there) - limit, 0) if limit else 0
     for checkpoint in [c for c in reversed(there) if c.resolve() not in kept][:surplus]:
         shutil.rmtree(checkpoint, ignore_errors=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,10 +93,9 @@ def exit_cross_entropy(
     counted_BT = predicting(labels_BT, real_BT)
     targets_N = labels_BT[:, 1:][counted_BT]
     losses: list[torch.Tensor] = []
+    again = partial(checkpoint, exits.lm_head.token_losses, use_reentrant=False)
     for stream_BTd in exits.values():
         rows_Nd = stream_BTd[:, :-1][counted_BT.to(stream_BTd.device)]
-        losses.append(
-            checkpoint(exits.lm_head.token_losses, rows_Nd, targets_N, use_reentrant=False)
-        )
+        losses.append(again(rows_Nd, targets_N))
     losses_CN = stack(losses)
     return token_mean(losses_CN, torch.ones_like(losses_CN, dtype=torch.bool)).mean()

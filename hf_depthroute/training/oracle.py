@@ -153,11 +153,7 @@ def differences_of(
     found = {}
     for index, made in forks.items():
         new = summed_FBT[made.start : made.stop]
-        if on_policy:
-            full_KBT, cheap_KBT = new.chunk(2)
-        else:
-            full_KBT = summed_FBT[:1]
-            cheap_KBT = new
+        full_KBT, cheap_KBT = new.chunk(2) if on_policy else (summed_FBT[:1], new)
         found[index] = cheap_KBT - full_KBT
     return found, counted_BT
 
@@ -187,9 +183,8 @@ def rank_loss(inputs: LossInputs) -> torch.Tensor | None:
             x[..., drawn] for x in (scores_CBT, labels_CBT, valid_CBT)
         )
     # The term is symmetric in i and j, so i < j is enough.
-    i, j = torch.triu_indices(
-        scores_CBT.shape[-1], scores_CBT.shape[-1], offset=1, device=scores_CBT.device
-    )
+    length = scores_CBT.shape[-1]
+    i, j = torch.triu_indices(length, length, offset=1, device=scores_CBT.device)
     order_CBP = torch.sign(labels_CBT[..., i] - labels_CBT[..., j])
     losses_CBP = F.softplus(-order_CBP * (scores_CBT[..., i] - scores_CBT[..., j]))
     return token_mean(losses_CBP, valid_CBT[..., i] & valid_CBT[..., j]).mean()
@@ -210,11 +205,8 @@ def _labelled(trace: RouteTrace, labels: Mapping[int, UtilityLabels]) -> tuple[t
     """Scores, labels and validity, each `[C, B, T]`."""
     scores_CBT = stack([record.scores for record in trace.values()])
     labels_CBT = stack([labels[index].utility for index in trace]).to(scores_CBT.device)
-    return (
-        scores_CBT,
-        labels_CBT,
-        stack([labels[index].valid for index in trace]).to(scores_CBT.device),
-    )
+    valid_CBT = stack([labels[index].valid for index in trace]).to(scores_CBT.device)
+    return scores_CBT, labels_CBT, valid_CBT
 
 
 class LabelScale:
@@ -239,17 +231,11 @@ class LabelScale:
 
     def update(self, labels: UtilityLabels) -> torch.Tensor:
         """The average with a batch's labels in it: a scalar, 1 where there never was a label."""
-        sums_2 = torch.stack(
-            [(labels.utility.abs() * labels.valid).sum(), labels.valid.sum().float()]
-        )
+        total = (labels.utility.abs() * labels.valid).sum()
+        sums_2 = torch.stack([total, labels.valid.sum().float()])
         self._sums = self._sums.to(sums_2) + sum_over_processes(sums_2)
         if self._sums[1] > 0:  # waits for the device, as making labels did
             size = self._sums[0] / self._sums[1]
-            if self._before is None:
-                before = size
-            else:
-                before = self._before
+            before = size if self._before is None else self._before
             self.value = torch.lerp(size, before, _DECAY).clamp(min=1e-6)
-        if self.value is None:
-            return sums_2.new_ones(())
-        return self.value
+        return sums_2.new_ones(()) if self.value is None else self.value

@@ -40,8 +40,7 @@ def of_prompts(model: nn.Module, trace: RouteTrace) -> RouteTrace:
     records = {}
     for index, record in trace.items():
         routed_BT = ~forced_BT.to(record.mask.device)
-        records[index] = replace(
-            record,
-            token_mask=routed_BT if record.token_mask is None else record.token_mask & routed_BT,
-        )
+        if record.token_mask is not None:
+            routed_BT = record.token_mask & routed_BT
+        records[index] = replace(record, token_mask=routed_BT)
     return RouteTrace(records, trace.routings)

@@ -57,9 +57,8 @@ class Run:
     ) -> dict[str, object]:
         """The record of the training, or `before` where none is remembered,
         with what the thresholds let run full."""
-        record: dict[str, object] = dict(
-            (self.training if self.training is not None else before) or {}
-        )
+        training = before if self.training is None else self.training
+        record: dict[str, object] = dict(training or {})
         shares = {}
         for routing in (h for h in routings_of(model) if adapter_name in h.depth_route_quantiles):
             measured = cast(ScoreQuantiles, routing.depth_route_quantiles[adapter_name]).measured
@@ -93,9 +92,7 @@ def remember_training(model: nn.Module, training: Mapping[str, object]) -> None:
 
 def remembered(model: nn.Module, adapter_name: str) -> Run:
     """The record of `adapter_name`; empty for an adapter that was loaded."""
-    routing = next(
-        routing for routing in routings_of(model) if adapter_name in routing.depth_route_gate
-    )
+    routing = next(h for h in routings_of(model) if adapter_name in h.depth_route_gate)
     return cast(Run, routing.runs.get(adapter_name, Run()))
 
 
@@ -120,22 +117,24 @@ def training_record(
     command, stays.
     """
     before = record_of(model)
-    values = {
-        name: getattr(args, name, None)
-        for name in (*_ARGUMENTS, *(f.name for f in fields(RoutingArguments)))
-    }
-    plain = {name: known(partial(_plain, value)) for name, value in values.items()}
+    names = (*_ARGUMENTS, *(field.name for field in fields(RoutingArguments)))
+    plain = {name: known(partial(_plain, getattr(args, name, None))) for name in names}
     return {
         "hyperparameters": {name: value for name, value in plain.items() if value is not None}
         | {"steps": state.global_step, "processes": args.world_size},
         "dataset": known(partial(_dataset_id, dataset)),
         "examples": known(partial(len, dataset)),
         "seconds": round(seconds, 1),
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "trainable_parameters": trainable_parameters(model),
         "log_history": state.log_history,
         "versions": versions(),
         **{name: before[name] for name in _KEPT if name in before},
     }
+
+
+def trainable_parameters(model: nn.Module) -> int:
+    """How many numbers of the model train."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def known(fact: Callable[[], Known]) -> Known | None:
