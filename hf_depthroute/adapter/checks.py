@@ -4,7 +4,6 @@ and other adapters."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peft import PeftConfig
@@ -21,18 +20,11 @@ from ..parts.memory import embedding_width, hash_count
 from ..parts.neurons import neurons_of
 from ..parts.targets import TARGETS
 from ..routing.routing import Routing
-from ..routing.stack import routings_of
 from .base_check import check_base
 from .files import PEFT_TYPE
 from .modules_to_save import check_modules_to_save
 
 _MEMORY_NUMBERS = 1 << 30  # in the tables of all layers
-_BY_PARTS = (
-    "prefill_chunk_size",
-    "prompt_lookup_num_tokens",
-    "assistant_early_exit",
-    "assistant_model",
-)
 _SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
 
 
@@ -200,45 +192,3 @@ def add_of_same_method(
             f"config, adapter_name={adapter_name!r})"
         )
     add(self, adapter_name, peft_config, *args, **kwargs)
-
-
-def check_generation(
-    model: nn.Module, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> None:
-    """Refuse what makes `generate` decide otherwise than it does plainly,
-    with the adapters that are active.
-
-    Args:
-        model: The routed model.
-        arguments: Those of `generate` without a name, the inputs and a generation config.
-        options: Those with one.
-
-    Raises:
-        ConfigError: Whole sequences are routed, and their decision would be made on a part of the
-            prompt, or on drafted tokens; or prompts alone are, and without a KV cache what was
-            generated is read as one.
-    """
-    settings = [
-        *arguments[1:2],
-        options.get("generation_config"),
-        getattr(model, "generation_config", None),
-    ]
-
-    def asked(name: str) -> Any:  # what one of them leaves open, the next one says
-        values = [options.get(name), *(getattr(each, name, None) for each in settings)]
-        return next((value for value in values if value is not None), None)
-
-    given = {name: asked(name) for name in (*_BY_PARTS, "use_cache")}
-    configs = [
-        routing.active_config() for routing in routings_of(model) if routing.adapter() is not None
-    ]
-    if any(config.granularity == "sequence" for config in configs):
-        for name in _BY_PARTS:
-            if given[name] is not None:
-                raise ConfigError(
-                    f"{name}: granularity='sequence' decides once, about the prompt whole and alone"
-                )
-    if given["use_cache"] is False and any(config.phases == "prefill" for config in configs):
-        raise ConfigError(
-            "use_cache=False: phases='prefill' tells a prompt from generated tokens by the KV cache"
-        )

@@ -9,7 +9,8 @@ stages and renames. `get_peft_model_state_dict` adds embeddings that were resize
 takes over the config of an adapter that has its name, and switches its `modules_to_save` off; here
 it is refused. `get_peft_model` chooses a class by the task; here the model says its task where the
 configuration does not. `set_adapter` goes from layer to layer; here two threads that call it take
-turns. All are wrapped once, on import; adapters of other methods pass through unchanged.
+turns. `generate` runs with any settings; here a routed model refuses those that would change a
+decision. All are wrapped once, on import; adapters of other methods pass through unchanged.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from peft.config import PeftConfigMixin
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import save_and_load
 from safetensors import SafetensorError
+from transformers import GenerationMixin
 from transformers.integrations import PeftAdapterMixin
 
 from ..config.adapter import ConfigError, DepthRouteConfig
@@ -35,6 +37,7 @@ from ..routing.stack import one_change, routed_stack
 from .base_check import check_base
 from .checks import add_of_same_method
 from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError
+from .generation import checked_generate
 from .loading import check_same, from_json_file, has_adapter, unchanged_on_error
 from .saving import save_whole
 from .source import HUB, current_load, folder_of, loading_from, read_whole
@@ -58,6 +61,7 @@ def install() -> None:
     for owner in (PeftModel, PeftAdapterMixin):
         wrap(owner, "set_adapter", _in_turn)
     wrap(PeftAdapterMixin, "load_adapter", _load_natively)
+    wrap(GenerationMixin, "generate", checked_generate)
     wrap(PeftModel, "print_trainable_parameters", _print_trainable_parameters)
     wrap(PeftConfigMixin, "from_json_file", from_json_file)
     wrap(save_and_load, "torch_load", _torch_load)

@@ -27,7 +27,7 @@ from ..routing.stack import RoutedStack
 from ..routing.state import RunState
 from ..routing.trace import full_depth
 from .base_check import describe_base
-from .checks import check_generation, check_injection, check_name_is_free, default_rank
+from .checks import check_injection, check_name_is_free, default_rank
 from .injection import enter, leave
 from .labels import hook_labels, unhook_labels
 from .loading import (
@@ -223,18 +223,13 @@ class DepthRouteModel(BaseTuner):
         RoutedStack(family, stack.decoder, routed, state).keep()
 
     def generate(self, *args: object, **kwargs: object) -> Any:
-        """`generate` of the base model.
+        """`generate` of the base model, which raises what `check_generation` does.
 
         With a draft view as `assistant_model`, the model verifies at full depth.
-
-        Raises:
-            ConfigError: The adapter would decide otherwise than in plain generation, see
-                `check_generation`.
         """
         if getattr(kwargs.get("assistant_model"), "verified_at_full_depth", False):
             with full_depth(self.model):
                 return self.model.generate(*args, **kwargs)
-        check_generation(self.model, args, kwargs)
         return self.model.generate(*args, **kwargs)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:

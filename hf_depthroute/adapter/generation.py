@@ -1,0 +1,75 @@
+"""`generate` of a routed model refuses what would change a decision, whoever calls it.
+
+The base that an adapter was put on generates by itself too, as does one that transformers loaded
+the adapter into; so the check stands at transformers' own `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..config.adapter import ConfigError
+from ..routing.stack import routed_stack
+
+_BY_PARTS = (
+    "prefill_chunk_size",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "assistant_model",
+)
+
+
+def checked_generate(generate: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`GenerationMixin.generate`, after `check_generation`.
+
+    What a draft decides changes no text: it is not checked.
+    """
+    if not getattr(kwargs.get("generation_config"), "is_assistant", None):
+        check_generation(self, args, kwargs)
+    return generate(self, *args, **kwargs)
+
+
+def check_generation(
+    model: nn.Module, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> None:
+    """Refuse what makes `generate` decide otherwise than it does plainly,
+    with the adapters that are active.
+
+    Args:
+        model: A transformers model, or a module around one; one that is not routed passes.
+        arguments: Those of `generate` without a name, the inputs and a generation config.
+        options: Those with one.
+
+    Raises:
+        ConfigError: Whole sequences are routed, and their decision would be made on a part of the
+            prompt, or on drafted tokens; or prompts alone are, and without a KV cache what was
+            generated is read as one.
+    """
+    stack = routed_stack(model)
+    if stack is None:
+        return
+    settings = [
+        *arguments[1:2],
+        options.get("generation_config"),
+        getattr(model, "generation_config", None),
+    ]
+
+    def asked(name: str) -> Any:  # what one of them leaves open, the next one says
+        values = [options.get(name), *(getattr(each, name, None) for each in settings)]
+        return next((value for value in values if value is not None), None)
+
+    given = {name: asked(name) for name in (*_BY_PARTS, "use_cache")}
+    configs = [routing.active_config() for routing in stack.routed if routing.adapter() is not None]
+    if any(config.granularity == "sequence" for config in configs):
+        for name in _BY_PARTS:
+            if given[name] is not None:
+                raise ConfigError(
+                    f"{name}: granularity='sequence' decides once, about the prompt whole and alone"
+                )
+    if given["use_cache"] is False and any(config.phases == "prefill" for config in configs):
+        raise ConfigError(
+            "use_cache=False: phases='prefill' tells a prompt from generated tokens by the KV cache"
+        )
