@@ -104,6 +104,7 @@ class Routing(nn.Module, BaseTunerLayer):
         # share what is in it: each is put there whole, by one assignment, and never changed.
         self.derived = TransientCache()
         self.prompts = 0  # that were read; what is derived serves one of them
+        self._trained: frozenset[str] = frozenset()  # parameters that trained when it was disabled
 
     def extra_repr(self) -> str:
         """Each adapter in one line of `print(model)`; the same in equal layers,
@@ -334,6 +335,30 @@ class Routing(nn.Module, BaseTunerLayer):
         ours = [name for name in names if isinstance(self.peft_configs.get(name), DepthRouteConfig)]
         if ours or not names:
             super().set_adapter(ours, inference_mode=inference_mode)
+            if self._disable_adapters:
+                self._stop_training()
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Turn routing on or off; what trained before it was turned off trains afterwards.
+
+        PEFT's own method makes every parameter of the active adapter train, also of a frozen one.
+        """
+        if enabled is not self._disable_adapters:
+            return
+        self._disable_adapters = not enabled
+        if not enabled:
+            self._stop_training()
+            return
+        for name, parameter in self.named_parameters():
+            if name in self._trained:
+                parameter.requires_grad_(True)
+
+    def _stop_training(self) -> None:
+        """Freeze all parameters, and remember which of them trained."""
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        self._trained = frozenset(trained)
+        for parameter in trained.values():
+            parameter.requires_grad_(False)
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)

@@ -29,6 +29,7 @@ from models import (
     tokens,
 )
 from peft import LoraConfig, PeftModel
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes
@@ -160,6 +161,48 @@ def test_switching_lora_does_not_switch_routing_off(family: str) -> None:
         assert not torch.equal(logits(lora), first)
     assert list(trace) == [1, 2, 3]
     assert {routing.adapter() for routing in routings_of(lora)} == {"depth_route"}
+
+
+def training_names(model: nn.Module) -> set[str]:
+    """Names of the routers' parameters that train."""
+    return {
+        f"{routing.layer_index}.{name}"
+        for routing in routings_of(model)
+        for name, parameter in routing.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_turning_adapters_off_and_on_unfreezes_no_router(family: str, tmp_path: Path) -> None:
+    """As a preference trainer does for its reference, with LoRA beside a fitted router."""
+    routed(build_base(family)).save_pretrained(tmp_path)
+    base = build_base(family)
+    loaded = PeftModel.from_pretrained(base, tmp_path, adapter_name="router")
+    lora = peft.get_peft_model(base, lora_config(family), adapter_name="tuned")
+    for model in (loaded, lora):
+        with model.disable_adapter():
+            pass
+        assert not training_names(base)
+    lora.base_model.enable_adapter_layers()
+    assert not training_names(base)
+
+
+def test_turning_an_adapter_off_and_on_leaves_frozen_what_its_user_froze() -> None:
+    model = routed(build_base("llama"))
+    for routing in routings_of(model):
+        routing.depth_route_gate.requires_grad_(False)
+    before = training_names(model)
+    assert before
+    with model.disable_adapter():
+        assert not training_names(model)
+    assert training_names(model) == before
+    with model.disable_adapter():
+        model.add_adapter("other", DepthRouteConfig(layers=[1]))
+    assert training_names(model) >= before
+    with model.disable_adapter():
+        model.set_adapter("other")
+    assert {name.split(".")[2] for name in training_names(model)} == {"other"}
 
 
 def lora_with_head() -> tuple[PeftModel, torch.Tensor]:
