@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..config.adapter import ConfigError
+from ..parts.gates import GATES
 from ..routing.stack import routed_stack
 
 _BY_PARTS = (
@@ -45,8 +46,8 @@ def check_generation(
 
     Raises:
         ConfigError: Whole sequences are routed, and their decision would be made on a part of the
-            prompt, or on drafted tokens; or prompts alone are, and without a KV cache what was
-            generated is read as one.
+            prompt, on drafted tokens, or without a KV cache again at every step; or prompts alone
+            are, and without a cache what was generated is read as one.
     """
     stack = routed_stack(model)
     if stack is None:
@@ -69,7 +70,14 @@ def check_generation(
                 raise ConfigError(
                     f"{name}: granularity='sequence' decides once, about the prompt whole and alone"
                 )
-    if given["use_cache"] is False and any(config.phases == "prefill" for config in configs):
+    if given["use_cache"] is not False:
+        return
+    if any(c.granularity == "sequence" and not GATES[c.gate].static for c in configs):
+        raise ConfigError(
+            "use_cache=False: granularity='sequence' decides once, and the KV cache keeps the "
+            "decision; leave use_cache on"
+        )
+    if any(config.phases == "prefill" for config in configs):
         raise ConfigError(
             "use_cache=False: phases='prefill' tells a prompt from generated tokens by the KV cache"
         )

@@ -462,3 +462,12 @@ def test_a_decision_about_a_prompt_is_made_on_all_of_it(option: dict[str, int]) 
         input_ids=ids, max_new_tokens=1, do_sample=False, **dict.fromkeys(option)
     )
     assert torch.equal(plain[:, 6], expected)
+
+
+def test_a_decision_that_no_cache_keeps_is_refused_in_generation() -> None:
+    """It would be made again at every step, on what was generated so far."""
+    model, ids = mixed("llama", "ffn"), tokens(1, 6)
+    with pytest.raises(ConfigError, match="use_cache=False: granularity='sequence'"):
+        model.generate(input_ids=ids, max_new_tokens=2, use_cache=False)
+    with model.disable_adapter():
+        model.generate(input_ids=ids, max_new_tokens=2, use_cache=False)
