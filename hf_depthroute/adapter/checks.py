@@ -22,7 +22,7 @@ from ..parts.targets import TARGETS
 from ..routing.routing import Routing
 from .base_check import check_base
 from .files import PEFT_TYPE
-from .modules_to_save import check_modules_to_save
+from .modules_to_save import check_modules_to_save, check_names_of_others
 
 _MEMORY_NUMBERS = 1 << 30  # in the tables of all layers
 _SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
@@ -178,7 +178,10 @@ def add_of_same_method(
     add: Any, self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any
 ) -> None:
     """`PeftModel.add_adapter`, which takes one method; where routing is one of two,
-    the error names the way."""
+    the error names the way.
+
+    What an adapter of another method saves of the base must be no part of a router.
+    """
     methods = [
         getattr(config, "peft_type", None)
         for config in (self.peft_config[self.active_adapter], peft_config)
@@ -191,4 +194,6 @@ def add_of_same_method(
             "adapters of one method; two go on one base: get_peft_model(model.get_base_model(), "
             f"config, adapter_name={adapter_name!r})"
         )
+    if not isinstance(peft_config, DepthRouteConfig):
+        check_names_of_others(self, getattr(peft_config, "modules_to_save", None) or ())
     add(self, adapter_name, peft_config, *args, **kwargs)

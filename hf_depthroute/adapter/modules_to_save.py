@@ -50,6 +50,34 @@ def matching(model: nn.Module, name: str) -> dict[str, nn.Module]:
     return {path: module for path, module in found.items() if not path.startswith(inside)}
 
 
+def check_names_of_others(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise `ConfigError` where `modules_to_save` of an adapter of another method means parts of
+    the routers that `model` has.
+
+    PEFT would put copies in their place, which that method trains and saves; the router could not
+    be saved any more.
+    """
+    for name in names:
+        path = next((path for path in _inside_routers(model) if path.endswith(name)), None)
+        if path is not None:
+            raise ConfigError(
+                f"modules_to_save: {name!r} also means {path}, a part of the router; name more of "
+                "the module, such as 'model.norm', or put this adapter on the base before the "
+                "router"
+            )
+
+
+def _inside_routers(model: nn.Module) -> list[str]:
+    """The names of all modules of the model's routers."""
+    routings = {path: m for path, m in model.named_modules() if isinstance(m, Routing)}
+    return [
+        f"{path}.{part}"
+        for path, routing in routings.items()
+        for part, _ in routing.named_modules()
+        if part
+    ]
+
+
 def copy_modules(
     model: nn.Module, config: DepthRouteConfig, adapter_name: str, active: bool
 ) -> None:

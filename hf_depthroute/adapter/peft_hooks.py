@@ -39,6 +39,7 @@ from .checks import add_of_same_method
 from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError
 from .generation import checked_generate
 from .loading import check_same, from_json_file, has_adapter, unchanged_on_error
+from .modules_to_save import check_names_of_others
 from .saving import save_whole
 from .source import HUB, current_load, folder_of, loading_from, read_whole
 from .tasks import copies_once, make_for_task
@@ -125,6 +126,8 @@ def _init_tuner(
             "switch the copies off next to an adapter of another method; unload it first, or give "
             "modules_to_save to the other one"
         )
+    if not isinstance(config, DepthRouteConfig):
+        check_names_of_others(model, getattr(config, "modules_to_save", None) or ())
     start(self, model, peft_config, adapter_name, *args, **kwargs)
 
 

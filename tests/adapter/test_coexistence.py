@@ -246,6 +246,28 @@ def test_loras_copies_of_base_modules_go_on_above_a_router() -> None:
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.parametrize("name", ["norm", "score"])
+def test_lora_takes_no_copy_of_a_routers_part(name: str, tmp_path: Path) -> None:
+    """PEFT matches the ends of names: `norm` is that of a branch, too."""
+    model = routed(build_base("llama"), adapter_name="router")
+    expected = logits(model)
+    config = LoraConfig(
+        target_modules=["q_proj"], modules_to_save=[name, "lm_head"], task_type="CAUSAL_LM"
+    )
+    with pytest.raises(ConfigError, match=rf"modules_to_save: '{name}' also means .*a part of the"):
+        peft.get_peft_model(model.get_base_model(), config, adapter_name="tuned")
+    config.modules_to_save = ["model.norm"]
+    lora = peft.get_peft_model(model.get_base_model(), config, adapter_name="tuned").eval()
+    config.modules_to_save = [name]
+    with pytest.raises(ConfigError, match=f"modules_to_save: '{name}' also means"):
+        lora.add_adapter("second", config)
+    assert torch.equal(logits(lora), expected)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(
+        logits(PeftModel.from_pretrained(build_base("llama"), tmp_path / "router")), expected
+    )
+
+
 def test_a_routers_copies_of_base_modules_are_refused_beside_lora(tmp_path: Path) -> None:
     config = DepthRouteConfig(modules_to_save=["lm_head"])
     lora, expected = lora_with_head()
