@@ -69,15 +69,13 @@ def describe_base(
     `vocabulary`, the embeddings are sampled where a model with that many rows has them sampled.
     """
     config = text_config(model.config)
-    if files is None:
-        sampled = sampled_weights(model, vocabulary)
-    else:
-        sampled = stored_weights(model, files, vocabulary)
+    described: dict[str, Any] = {name: field_of(config, name) for name in _SIZES}
     file = gguf_file_of(model.config)
-    described = {name: field_of(config, name) for name in _SIZES} | (
-        {} if file is None else {GGUF_FILE: file}
-    )
-    return {**described, SAMPLED: sampled}
+    if file is not None:
+        described[GGUF_FILE] = file
+    if files is None:
+        return described | {SAMPLED: sampled_weights(model, vocabulary)}
+    return described | {SAMPLED: stored_weights(model, files, vocabulary)}
 
 
 def remember_base(model: nn.Module, config: PreTrainedConfig) -> None:
@@ -170,12 +168,9 @@ def sampled_weights(model: nn.Module, vocabulary: int | None = None) -> dict[str
     found = {}
     for name, weight in _sampled(model):
         data = weight.data
-        if (
-            type(data) is not torch.Tensor
-            or data.is_meta
-            or not data.numel()
-            or data.dtype not in _READABLE
-        ):
+        if type(data) is not torch.Tensor or data.is_meta or not data.numel():
+            continue
+        if data.dtype not in _READABLE:
             continue
         if getattr(weight, "_fsdp_flattened", False):  # FSDP1: this process's piece of it
             continue
@@ -195,23 +190,18 @@ def stored_weights(
     """
     prefix = f"{model.base_model_prefix}."
     bare = {id(weight): name.removeprefix(prefix) for name, weight in model.named_parameters()}
-    wanted = {
-        bare[id(weight)]: (name, weight.shape) for name, weight in _sampled(model) if weight.numel()
-    }
+    weights = [(name, weight) for name, weight in _sampled(model) if weight.numel()]
+    wanted = {bare[id(weight)]: (name, weight.shape) for name, weight in weights}
     found = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
             for stored in file.keys():  # noqa: SIM118
-                name, shape = wanted.get(stored.removeprefix(prefix), ("", None))
+                if stored.removeprefix(prefix) not in wanted:
+                    continue
+                name, shape = wanted[stored.removeprefix(prefix)]
                 part = file.get_slice(stored)
-                position = 0
-                if shape is not None:
-                    position = _position(name, shape, vocabulary)
-                if (
-                    shape is None
-                    or tuple(part.get_shape()) != tuple(shape)
-                    or position >= math.prod(shape)
-                ):
+                position = _position(name, shape, vocabulary)
+                if tuple(part.get_shape()) != tuple(shape) or position >= math.prod(shape):
                     continue
                 place = np.unravel_index(position, tuple(shape))
                 value = part[tuple(slice(int(index), int(index) + 1) for index in place)]
@@ -225,10 +215,9 @@ def _sampled(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     stack = stack_of(model)
     family = stack.family
     layers = stack.layers
+    places = sorted({0, len(layers) // 2, len(layers) - 1})
     read = [("embeddings", model.get_input_embeddings())]
-    read += [
-        (f"{family.layers}.{i}", layers[i]) for i in sorted({0, len(layers) // 2, len(layers) - 1})
-    ]
+    read += [(f"{family.layers}.{index}", layers[index]) for index in places]
     for prefix, module in read:
         yield from sorted(_base_weights(prefix, module), key=lambda item: item[0])
 
@@ -236,10 +225,9 @@ def _sampled(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 def _position(name: str, shape: torch.Size, vocabulary: int | None) -> int:
     """Which of a weight's values is looked at; of the embeddings,
     that of a model with a vocabulary of that size."""
+    rows = shape[0]
     if vocabulary is not None and name.startswith("embeddings."):
         rows = vocabulary
-    else:
-        rows = shape[0]
     return int.from_bytes(name.encode()[-6:], "big") % (rows * math.prod(shape[1:]))
 
 
@@ -260,9 +248,7 @@ def _base_weights(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Para
 def _distance(pairs: Sequence[tuple[object, float]]) -> float:
     """The median of `|a - b| / max(|a|, |b|)`: 0 for equal weights, about 1 for unrelated ones."""
     off = [abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if isinstance(a, float) and (a or b)]
-    if off:
-        return float(np.median(off))
-    return 1.0
+    return float(np.median(off)) if off else 1.0
 
 
 def _alike(one: Any, other: Any) -> bool:

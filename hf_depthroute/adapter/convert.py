@@ -148,19 +148,18 @@ def _check_config(folder: Path, given: Mapping[str, object]) -> dict[str, Any]:
             )
     for name, (default, value) in _EXACT.items():
         if given.get(name, default) != value:
-            found = repr(given.get(name))[:100]
+            found = f"{name}={repr(given.get(name))[:100]}"
             raise _fault(
-                folder, f"config.json: {name}={found} is not converted exactly; only {value!r} is"
+                folder, f"config.json: {found} is not converted exactly; only {value!r} is"
             )
     return {name: given[name] for name in _MOST}
 
 
 def _without_weights(folder: Path, given: Mapping[str, Any]) -> PreTrainedModel:
     """The plain Llama of a checkpoint's configuration, on the meta device."""
+    fields = {name: value for name, value in given.items() if name not in _NOT_A_LLAMAS}
     try:
-        config = LlamaConfig(
-            **{name: value for name, value in given.items() if name not in _NOT_A_LLAMAS}
-        )
+        config = LlamaConfig(**fields)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever a value that is not a Llama's leads to
@@ -174,9 +173,7 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     if not paths:
         raise _fault(folder, "holds no safetensors file; is it a checkpoint?")
     index = folder / "model.safetensors.index.json"
-    listed: Any = {}
-    if index.is_file():
-        listed = read_config(index).get("weight_map")
+    listed: Any = read_config(index).get("weight_map") if index.is_file() else {}
     if not isinstance(listed, dict):
         raise _fault(
             folder, f"{index.name}: weight_map is no list of tensors by name; download it again"
@@ -207,16 +204,11 @@ def _check_tensors(
     dtype and shape is as it must be."""
     found: dict[int, set[str]] = {}
     base = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    tied = None
-    if model.config.tie_word_embeddings:
-        tied = "lm_head.weight"
+    tied = "lm_head.weight" if model.config.tie_word_embeddings else None
+    depth = given["num_hidden_layers"]
     for name in files:
         added = _ADDED.fullmatch(name)
-        if (
-            added is not None
-            and added[2] in _TENSORS
-            and int(added[1]) < given["num_hidden_layers"]
-        ):
+        if added is not None and added[2] in _TENSORS and int(added[1]) < depth:
             found.setdefault(int(added[1]), set()).add(added[2])
         elif name not in base:
             raise _fault(
@@ -239,16 +231,9 @@ def _check_tensors(
             raise _fault(folder, f"tensor {name} is missing; download it again")
     entry = {name: files[name].get_slice(name) for name in files}
     first = f"model.layers.{layers[0]}"
-    narrow, branch = (
-        entry[f"{first}.{name}"].get_shape()
-        for name in ("router.router_norm.weight", "router_proj.down_proj.weight")
-    )
-    letters = {
-        "d": int(given["hidden_size"]),
-        "1": 1,
-        "b": (narrow or [0])[0],
-        "r": (branch or [0])[0],
-    }
+    narrow = entry[f"{first}.router.router_norm.weight"].get_shape() or [0]
+    branch = entry[f"{first}.router_proj.down_proj.weight"].get_shape() or [0]
+    letters = {"d": int(given["hidden_size"]), "1": 1, "b": narrow[0], "r": branch[0]}
     shapes = base | {
         name: tuple(letters[letter] for letter in _TENSORS[name.split(".", 3)[3]][2])
         for name in wanted

@@ -79,16 +79,11 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
         return
     saved_by = config.library_version or "a version before formats were numbered"
     yield "ok", f"{CONFIG_NAME}: format {config.format_version}, saved by hf_depthroute {saved_by}"
-    static = ""
+    routes = f"routes {' and '.join(config.targets())} of layers {config.layers} with gate "
+    routes += config.gate
     if config.static_layers:
-        static = f"; static, without one: {config.static_layers}"
-    yield (
-        "ok",
-        (
-            f"routes {' and '.join(config.targets())} of layers {config.layers} with gate "
-            f"{config.gate}{static}"
-        ),
-    )
+        routes += f"; static, without one: {config.static_layers}"
+    yield "ok", routes
     sampled = (config.base_architecture or {}).get(SAMPLED, {})
     if not isinstance(sampled, dict):
         yield "fault", f"{CONFIG_NAME}: base_architecture: {SAMPLED} is no list of weights by name"
@@ -103,10 +98,8 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
         if config.takes_budget() and isinstance(depth, int) and isinstance(config.layers, list):
             yield "ok", f"budget: {budget_words(config, depth)}"
     else:
-        yield (
-            "note",
-            "does not say which base it belongs to; a wrong one of the same shape would load",
-        )
+        what = "does not say which base it belongs to"
+        yield "note", f"{what}; a wrong one of the same shape would load"
     yield from _examine_weights(folder / WEIGHTS_NAME, config)
     for leftover in sorted(folder.glob(f"{STAGE_PREFIX}*")):
         yield "note", f"{leftover.name}: left by a save that was killed; the next save removes it"
@@ -157,9 +150,9 @@ def _examine_layers(
     a static one has no gate."""
     parts: dict[int, dict[str, Any]] = defaultdict(dict)
     for name, value in tensors.items():
-        found = _PART.search(name)
-        if found is not None and found[2] != "target":  # in the first routed layer only
-            parts[int(found[1])][f"{found[2]}.{found[3]}"] = tuple(value.shape)
+        match = _PART.search(name)
+        if match is not None and match[2] != "target":  # in the first routed layer only
+            parts[int(match[1])][f"{match[2]}.{match[3]}"] = tuple(value.shape)
     routed = config.layers if isinstance(config.layers, list) else sorted(parts)
     if not routed:
         yield "fault", f"{WEIGHTS_NAME}: holds no tensor of any layer; copy it again"
@@ -174,37 +167,25 @@ def _examine_layers(
     for layer in routed:
         missing = sorted((set(first) if layer in gated else ungated) ^ set(parts[layer]))
         if missing or not (parts[layer] or branches[layer]):
-            yield (
-                "fault",
-                (
-                    f"layer {layer} does not hold what the others hold: "
-                    f"{', '.join(missing[:3]) or 'nothing'}"
-                ),
-            )
+            named = ", ".join(missing[:3]) or "nothing"
+            yield "fault", f"layer {layer} does not hold what the others hold: {named}"
             return
         for part, shape in parts[layer].items():
             if shape != first[part]:
-                yield (
-                    "fault",
-                    f"layer {layer}: {part} has shape {shape}, in layer {gated[0]} it is another",
-                )
+                found = f"{part} has shape {shape}"
+                yield "fault", f"layer {layer}: {found}, in layer {gated[0]} it is another"
                 return
     width = (config.base_architecture or {}).get("hidden_size")
     if isinstance(width, int) and 0 < width <= 1 << 20:
         yield from _examine_parts(first, config, width)
         for layer in routed:
             yield from _examine_branch(branches[layer], config, layer, width)
-    counts = sorted({len(first) + len(branches[layer]) for layer in gated})
-    yield "ok", f"{len(gated)} layers with {' or '.join(map(str, counts))} tensors each"
-    if len(gated) < len(routed):
-        counts = sorted({len(ungated) + len(branches[layer]) for layer in set(routed) - set(gated)})
-        yield (
-            "ok",
-            (
-                f"{len(routed) - len(gated)} static layers with {' or '.join(map(str, counts))} "
-                "tensors each"
-            ),
-        )
+    static = [layer for layer in routed if layer not in gated]
+    for layers, kind, held in ((gated, "layers", first), (static, "static layers", ungated)):
+        if layers:
+            counts = sorted({len(held) + len(branches[layer]) for layer in layers})
+            numbers = " or ".join(map(str, counts))
+            yield "ok", f"{len(layers)} {kind} with {numbers} tensors each"
     if config.has_memory:
         yield from _examine_slots(tensors)
 
@@ -227,9 +208,7 @@ def _examine_parts(
     in the sizes that it names."""
     with torch.device("meta"):
         gate, wider = (GATES[config.gate](width, config, scores).state_dict() for scores in (1, 2))
-        memory = {}
-        if config.has_memory:
-            memory = NgramMemory(width, config).state_dict()
+        memory = NgramMemory(width, config).state_dict() if config.has_memory else {}
     wanted = {f"gate.{name}": tuple(value.shape) for name, value in gate.items()}
     wanted |= {f"memory.{name}": tuple(value.shape) for name, value in memory.items()}
     # Their number is not known.
@@ -237,11 +216,9 @@ def _examine_parts(
     held = {name: shape for name, shape in shapes.items() if name.startswith(("gate.", "memory."))}
     for name in sorted(wanted.keys() | held.keys()):
         if name not in held or name not in wanted:
-            there = "is missing" if name in wanted else "is not of it"
-            yield (
-                "fault",
-                f"gate {config.gate!r}: {name} {there}; config and weights do not belong together",
-            )
+            there = f"{name} {'is missing' if name in wanted else 'is not of it'}"
+            remark = "config and weights do not belong together"
+            yield "fault", f"gate {config.gate!r}: {there}; {remark}"
         elif held[name] != wanted[name] and not (
             TARGETS[config.target].per_pair and name in per_expert
         ):
@@ -255,29 +232,18 @@ def _examine_branch(
     branch = config.branch_of(layer)
     rank = config.rank_of(layer)
     up = shapes.get("branch.up.weight")
+    gate = shapes.get("branch.gate.weight")
+    fault = None
     if bool(shapes) != (branch != "none"):
-        yield (
-            "fault",
-            f"layer {layer}: branch={branch!r}, and the weights hold {'one' if shapes else 'none'}",
-        )
+        fault = f"branch={branch!r}, and the weights hold {'one' if shapes else 'none'}"
     elif branch == "neurons":
         chosen = shapes.get("branch.neurons")
         down = shapes.get("branch.down.weight")
         if chosen != (rank,) or down != (width, rank):
-            yield (
-                "fault",
-                (
-                    f"layer {layer}: the branch has {chosen} neurons and an output {down}, not "
-                    f"{rank} neurons"
-                ),
-            )
+            fault = f"the branch has {chosen} neurons and an output {down}, not {rank} neurons"
     elif shapes and up != (rank, width):
-        yield "fault", f"layer {layer}: the branch has shape {up}, not ({rank}, {width})"
-    elif shapes.get("branch.gate.weight") != ((rank, width) if branch == "swiglu" else None):
-        yield (
-            "fault",
-            (
-                f"layer {layer}: branch={branch!r}, and its gate has shape "
-                f"{shapes.get('branch.gate.weight')}"
-            ),
-        )
+        fault = f"the branch has shape {up}, not ({rank}, {width})"
+    elif gate != ((rank, width) if branch == "swiglu" else None):
+        fault = f"branch={branch!r}, and its gate has shape {gate}"
+    if fault is not None:
+        yield "fault", f"layer {layer}: {fault}"

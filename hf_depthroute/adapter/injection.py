@@ -147,9 +147,7 @@ def _of_shape(
             f"in_full has shape {tuple(in_full.shape)}, the input {tuple(inputs.shape[:2])}"
         )
     in_full = in_full.to(inputs.device)
-    if real is None:
-        return in_full
-    return in_full & real
+    return in_full if real is None else in_full & real
 
 
 def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,14 +162,11 @@ def _splits_a_packed_row(
     """Whether a layer would decide about a row as one sequence that holds several."""
     told = is_paged(kwargs) or kwargs.get("cu_seq_lens_q") is not None
     positions = kwargs.get("position_ids")
-    if not told and (
-        positions is None or kwargs.get("attention_mask") is not None or inputs.shape[1] == 1
-    ):
+    masked = kwargs.get("attention_mask") is not None
+    if not told and (positions is None or masked or inputs.shape[1] == 1):
         return False
-    if not any(
-        config.granularity == "sequence" or config.causal_rule == "running"
-        for config in active.values()
-    ):
+    configs = active.values()
+    if not any(c.granularity == "sequence" or c.causal_rule == "running" for c in configs):
         return False
     return told or positions is None or bool(breaks_of(positions).any())
 
@@ -183,14 +178,8 @@ def _active(stack: RoutedStack) -> dict[Routing, DepthRouteConfig]:
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    return next(
-        (
-            x
-            for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
-            if x is not None
-        ),
-        None,
-    )
+    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+    return next((x for x in given if x is not None), None)
 
 
 def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -212,15 +201,12 @@ def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
         return _of_new_tokens(mask, length, kwargs)
     if mask.ndim == 4 and length > 1:
         cache = kwargs.get("past_key_values")
-        past = 0
-        if cache is not None:
-            past = int(cache.get_seq_length())
+        past = 0 if cache is None else int(cache.get_seq_length())
         allowed = mask if mask.dtype == torch.bool else mask == 0
         # A position that no query may look at is padding.
         real = allowed[:, 0, :, past : past + length].any(dim=1).expand(batch, -1)
         if real.shape[1] == length:
             return real
-        return None
     return None
 
 
@@ -233,9 +219,7 @@ def _of_new_tokens(mask: torch.Tensor, length: int, kwargs: dict[str, Any]) -> t
     """
     spare = mask.shape[1] - length
     cache = cache_of(kwargs)
-    past = 0
-    if cache is not None:
-        past = cache.get_seq_length()
+    past = 0 if cache is None else cache.get_seq_length()
     if not isinstance(past, torch.Tensor):
         start = min(past, spare)
         return mask[:, start : start + length].bool()
@@ -252,9 +236,7 @@ def last_tokens_of(
     Packed rows hold several sequences; of a shorter one it is all of its tokens.
     """
     ends = _ends_of(inputs, token_mask, kwargs)
-    if count == 1:
-        return ends
-    return tail_mask(ends, count, token_mask)
+    return ends if count == 1 else tail_mask(ends, count, token_mask)
 
 
 def _ends_of(
@@ -271,12 +253,9 @@ def _ends_of(
         last = token_mask & (token_mask.flip(1).cumsum(1).flip(1) == 1)
     else:
         last[:, -1] = True
-    mask = kwargs.get("attention_mask")  # one of two dimensions holds one sequence a row
-    if (
-        positions is not None
-        and positions.ndim == 2
-        and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)
-    ):
+    mask = kwargs.get("attention_mask")
+    one_a_row = isinstance(mask, torch.Tensor) and mask.ndim == 2
+    if positions is not None and positions.ndim == 2 and not one_a_row:
         ends = breaks_of(positions)[:, 1:]
         last[:, :-1] |= ends if token_mask is None else ends & token_mask[:, :-1]
     return last
@@ -340,14 +319,11 @@ def routed_class(base: Any, forward: Forward) -> Any:
 def _set_class(layer: Any, cls: Any) -> None:
     # accelerate keeps the bound forward of the class it found, and leaves it on the instance when
     # its hook is removed. Rebind both, or routing is silently off.
-    bound = ("_old_forward", "forward")
-    held = layer.__dict__
-    stale = [
-        name for name in bound if getattr(held.get(name), "__func__", None) is type(layer).forward
-    ]
+    before = type(layer).forward
     layer.__class__ = cls
-    for name in stale:
-        setattr(layer, name, cls.forward.__get__(layer))
+    for name in ("_old_forward", "forward"):
+        if getattr(layer.__dict__.get(name), "__func__", None) is before:
+            setattr(layer, name, cls.forward.__get__(layer))
 
 
 def _rebuild(base: Any, forward: Forward) -> Any:

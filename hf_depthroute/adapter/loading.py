@@ -103,9 +103,8 @@ def match_tensors(
     copies = {key: value for key, value in held.items() if key_in_file(key, adapter_name) != key}
     matched = {}
     for key, expected in (own_tensors(held, adapter_name) | copies).items():
-        bare = (
-            without_adapter_name(key, adapter_name) or key_in_file(key, adapter_name)
-        ).removeprefix(WRAPPER)
+        bare = without_adapter_name(key, adapter_name) or key_in_file(key, adapter_name)
+        bare = bare.removeprefix(WRAPPER)
         value = given.pop(bare, None)
         if value is None:
             fault = "is missing"

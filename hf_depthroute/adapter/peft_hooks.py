@@ -112,23 +112,26 @@ def _init_tuner(
     **kwargs: Any,
 ) -> None:
     config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
-    if not isinstance(config, DepthRouteConfig) and has_adapter(model, adapter_name):
+    if not isinstance(config, DepthRouteConfig):
+        _check_other_method(model, adapter_name)
+        check_names_of_others(model, getattr(config, "modules_to_save", None) or ())
+    start(self, model, peft_config, adapter_name, *args, **kwargs)
+
+
+def _check_other_method(model: nn.Module, adapter_name: str) -> None:
+    """Refuse an adapter of another method that would take a name, or switch copies off."""
+    if has_adapter(model, adapter_name):
         raise ConfigError(
             f"adapter name {adapter_name!r} is taken by the depth-routed adapter on this model, "
             "and PEFT keeps one config per name; give the other one another: adapter_name='tuned'"
         )
-    copied = None
-    if not isinstance(config, DepthRouteConfig):
-        copied = _copied_by_routed(model)
+    copied = _copied_by_routed(model)
     if copied is not None:
         raise ConfigError(
             f"the depth-routed adapter on this model has modules_to_save={copied}, and PEFT would "
             "switch the copies off next to an adapter of another method; unload it first, or give "
             "modules_to_save to the other one"
         )
-    if not isinstance(config, DepthRouteConfig):
-        check_names_of_others(model, getattr(config, "modules_to_save", None) or ())
-    start(self, model, peft_config, adapter_name, *args, **kwargs)
 
 
 def _from_pretrained(
@@ -151,13 +154,10 @@ def _load_adapter(
     load: Any, self: Any, model_id: object, adapter_name: str, *args: Any, **kwargs: object
 ) -> Any:
     # None while `from_pretrained` loads: the adapter has just been injected for this.
-    config = None
-    if current_load() is None:
-        config = self.peft_config.get(adapter_name)
-    if isinstance(self.base_model, BaseTuner):
-        base = self.base_model.model
-    else:
-        base = self.base_model
+    config = self.peft_config.get(adapter_name) if current_load() is None else None
+    base = self.base_model
+    if isinstance(base, BaseTuner):
+        base = base.model
 
     def read() -> Any:
         with _kept_where_it_is(base, model_id, kwargs):
@@ -201,13 +201,8 @@ def _load_natively(
         kwargs,
     )
     hub = {key: value for part in asked for key, value in (part or {}).items()}
-    return _loaded(
-        partial(load, self, peft_model_id, adapter_name, *args, **kwargs),
-        self,
-        name,
-        peft_model_id,
-        hub,
-    )
+    read = partial(load, self, peft_model_id, adapter_name, *args, **kwargs)
+    return _loaded(read, self, name, peft_model_id, hub)
 
 
 def _loaded(
@@ -300,11 +295,9 @@ def _kept_where_it_is(
 def _is_routed(source: Any, kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("config") is not None:
         return isinstance(kwargs["config"], DepthRouteConfig)
+    hub = {name: kwargs[name] for name in HUB if name in kwargs}
     try:
-        return bool(
-            PeftConfig._get_peft_type(source, **{n: kwargs[n] for n in HUB if n in kwargs})
-            == PEFT_TYPE
-        )
+        return bool(PeftConfig._get_peft_type(source, **hub) == PEFT_TYPE)
     except Exception:  # PEFT looks again, and says what is wrong
         return False
 

@@ -76,10 +76,7 @@ def get_depth_routed_model(
             f"get_depth_routed_model takes a DepthRouteConfig, not {type(config).__name__}; "
             "peft.get_peft_model is for other methods"
         )
-    if config is None:
-        config = DepthRouteConfig()
-    else:
-        config = copy.deepcopy(config)
+    config = copy.deepcopy(config) or DepthRouteConfig()
     return make_for_task(get_peft_model, model, config, adapter_name=adapter_name, **kwargs)
 
 
@@ -118,10 +115,8 @@ class DepthRouteModel(BaseTuner):
         its reference like this, and copies parameters alone.
         """
         config = cast(DepthRouteConfig, self.peft_config[adapter_name])
-        twin = next(
-            (name for name, c in self.peft_config.items() if c is config and name != adapter_name),
-            None,
-        )
+        same = (name for name, held in self.peft_config.items() if held is config)
+        twin = next((name for name in same if name != adapter_name), None)
         try:
             with keeping(model) as stack:
                 if isinstance(config, DepthRouteConfig):
@@ -145,18 +140,15 @@ class DepthRouteModel(BaseTuner):
         self.peft_config[adapter_name] = config  # a copy: the caller's fits other bases too
         config.layers = routed
         config.static_layers = sorted(config.static_layers or ()) or None
-        config.branch_rank = config.branch_rank or default_rank(
-            config, width, getattr(layers[routed[0]], family.ffn)
-        )
+        ffn = getattr(layers[routed[0]], family.ffn)
+        config.branch_rank = config.branch_rank or default_rank(config, width, ffn)
         for index, branch in (config.branch_pattern or {}).items():
-            if branch != config.branch and index not in (config.rank_pattern or {}):
+            ranks = config.rank_pattern or {}
+            if branch != config.branch and index not in ranks:
                 rank = default_rank(config, width, getattr(layers[index], family.ffn), index)
-                config.rank_pattern = dict(
-                    sorted({**(config.rank_pattern or {}), index: rank}.items())
-                )
-        config.gate_hidden = config.gate_hidden or default_hidden(
-            width, GATES[config.gate].hidden_divisor
-        )
+                config.rank_pattern = dict(sorted({**ranks, index: rank}.items()))
+        divisor = GATES[config.gate].hidden_divisor
+        config.gate_hidden = config.gate_hidden or default_hidden(width, divisor)
         config.base_architecture = describe_base(model)
         if current_load() is None:
             config.weights_hash = None  # of weights that this adapter does not start from
@@ -200,11 +192,8 @@ class DepthRouteModel(BaseTuner):
         for index in cast("list[int]", config.layers):
             layer = layers[index]
             if ROUTING not in layer._modules:
-                setattr(
-                    layer,
-                    ROUTING,
-                    Routing(index, family, layer, self.peft_config, state).train(layer.training),
-                )
+                new = Routing(index, family, layer, self.peft_config, state)
+                setattr(layer, ROUTING, new.train(layer.training))
             routing: Routing = getattr(layer, ROUTING)
             routing.peft_configs = self.peft_config
             routing.add_adapter(name, config)
@@ -217,9 +206,8 @@ class DepthRouteModel(BaseTuner):
                 routing.follow(name, routings[-1])
             routings.append(routing)
             self.targeted_module_names.append(f"{index}.{ROUTING}")
-        routed = tuple(
-            cast(Routing, layer._modules[ROUTING]) for layer in layers if ROUTING in layer._modules
-        )
+        held = (layer._modules.get(ROUTING) for layer in layers)
+        routed = tuple(cast(Routing, routing) for routing in held if routing is not None)
         RoutedStack(family, stack.decoder, routed, state).keep()
 
     def generate(self, *args: object, **kwargs: object) -> Any:
@@ -239,11 +227,8 @@ class DepthRouteModel(BaseTuner):
         for module in self.model.modules():
             if isinstance(module, Routing):
                 module.set_adapter(names, inference_mode=inference_mode)
-        routed = {
-            name
-            for name, config in self.peft_config.items()
-            if isinstance(config, DepthRouteConfig)
-        }
+        configs = self.peft_config.items()
+        routed = {name for name, config in configs if isinstance(config, DepthRouteConfig)}
         set_copies(self.model, routed, names, inference_mode)
         self.active_adapter = adapter_name
 
@@ -282,9 +267,7 @@ class DepthRouteModel(BaseTuner):
         """The name follows `depth_route_*` and precedes a nested module,
         where PEFT does not look for it."""
         bare = without_adapter_name(key, adapter_name)
-        if bare is None:
-            return super()._remove_adapter_name_from_key(key, adapter_name)
-        return bare
+        return bare or super()._remove_adapter_name_from_key(key, adapter_name)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -318,15 +301,12 @@ def _drop_empty_routings(layers: Iterable[nn.Module]) -> None:
 def _copy_adapter(model: nn.Module, source: str, name: str) -> None:
     """Give adapter `name` the tensors of `source`, which has the same configuration."""
     for module in model.modules():
+        groups: list[Any] = []
         if isinstance(module, Routing):
-            groups = [
-                getattr(module, group)
-                for group in module.adapter_layer_names + module.other_param_names
-            ]
-        else:
-            groups = []
-            if isinstance(module, ModulesToSaveWrapper):
-                groups = [module.modules_to_save]
+            names = module.adapter_layer_names + module.other_param_names
+            groups = [getattr(module, name_of_group) for name_of_group in names]
+        elif isinstance(module, ModulesToSaveWrapper):
+            groups = [module.modules_to_save]
         for group in groups:
             if name in group and source in group:
                 group[name].load_state_dict(group[source].state_dict())
