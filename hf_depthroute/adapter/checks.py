@@ -88,11 +88,9 @@ def _check_parts(
                 f"branch_rank={rank} must be at most {widest} on a model of width {width}"
             )
     for name in ("gate_hidden", "context_dim", "summary_dim", "action_dim"):
-        if (getattr(config, name) or 0) > widest:
-            raise ConfigError(
-                f"{name}={getattr(config, name)} must be at most {widest} on a model of width "
-                f"{width}"
-            )
+        size = getattr(config, name) or 0
+        if size > widest:
+            raise ConfigError(f"{name}={size} must be at most {widest} on a model of width {width}")
     if config.has_memory:
         _check_memory(config, len(routed), widest)
     check_modules_to_save(model, layers, config.modules_to_save or ())
@@ -182,12 +180,10 @@ def add_of_same_method(
 
     What an adapter of another method saves of the base must be no part of a router.
     """
-    methods = [
-        getattr(config, "peft_type", None)
-        for config in (self.peft_config[self.active_adapter], peft_config)
-    ]
-    if methods[0] != methods[1] and PEFT_TYPE in [
-        getattr(method, "value", method) for method in methods
+    here = getattr(self.peft_config[self.active_adapter], "peft_type", None)
+    there = getattr(peft_config, "peft_type", None)
+    if here != there and PEFT_TYPE in [
+        getattr(method, "value", method) for method in (here, there)
     ]:
         raise ConfigError(
             f"add_adapter({adapter_name!r}, {type(peft_config).__name__}): a PeftModel holds "

@@ -114,8 +114,7 @@ def check_folder(folder: Path, config: Mapping[str, object]) -> None:
                 f"{folder}: adapter_model.bin is a pickle; only safetensors are read"
             )
         return
-    tensors = read_tensors(path, config)
-    _check_hash(path, tensors, config)
+    _check_hash(path, read_tensors(path, config), config)
 
 
 def _check_hash(

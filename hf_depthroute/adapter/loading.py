@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..base.contexts import kept_modes
 from ..base.stack import unwrapped
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import MEMORY_FIELDS, RoutingFields
@@ -244,18 +245,27 @@ def unchanged_on_error(model: nn.Module, adapter_name: str = "default") -> Itera
     Which parameters train, and which modules are in training mode, is then as before, too.
     """
     before = has_adapter(model, adapter_name)
-    trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
+    restore_trained = kept_trained(model)
+    restore_modes = kept_modes(model)
     try:
         yield
     except BaseException:
         if not before and has_adapter(model, adapter_name):
             discard(model, adapter_name)
+        restore_trained()
+        restore_modes()
+        raise
+
+
+def kept_trained(model: nn.Module) -> Callable[[], None]:
+    """A function that lets those parameters train again that train now, and no others."""
+    trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def restore() -> None:
         for parameter, trained in trains:
             parameter.requires_grad_(trained)
-        for module, training in modes:
-            module.training = training
-        raise
+
+    return restore
 
 
 def restoring(

@@ -42,12 +42,11 @@ def matching(model: nn.Module, name: str) -> dict[str, nn.Module]:
     such as a gate's `score`."""
     routings = [path for path, module in model.named_modules() if isinstance(module, Routing)]
     inside = tuple(f"{path}." for path in routings)
-    found = {
+    return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
-        if path.endswith(name)
+        if path.endswith(name) and not path.startswith(inside)
     }
-    return {path: module for path, module in found.items() if not path.startswith(inside)}
 
 
 def check_names_of_others(model: nn.Module, names: Iterable[str]) -> None:
@@ -93,9 +92,8 @@ def copy_modules(
                 module.set_adapter(module.active_adapters, inference_mode=config.inference_mode)
             else:
                 wrapper = ModulesToSaveWrapper(module, adapter_name)
-                wrapper.set_adapter(
-                    adapter_name if active else [], inference_mode=config.inference_mode
-                )
+                used = [adapter_name] if active else []
+                wrapper.set_adapter(used, inference_mode=config.inference_mode)
                 setattr(model.get_submodule(parent), child, wrapper)
 
 
@@ -104,9 +102,8 @@ def set_copies(model: nn.Module, routed: set[str], active: list[str], inference_
     what holds none of theirs is another method's."""
     for module in model.modules():
         if isinstance(module, AuxiliaryTrainingWrapper) and not routed.isdisjoint(module._adapters):
-            module.set_adapter(
-                [name for name in active if name in module._adapters], inference_mode=inference_mode
-            )
+            used = [name for name in active if name in module._adapters]
+            module.set_adapter(used, inference_mode=inference_mode)
 
 
 def key_in_file(key: str, adapter_name: str) -> str:
@@ -122,8 +119,7 @@ def unwrap(model: nn.Module, adapter_name: str) -> None:
             if not isinstance(child, AuxiliaryTrainingWrapper):
                 continue
             wrapper: Any = child
-            wrapper.delete_adapter(
-                adapter_name, [name for name in wrapper.active_adapters if name != adapter_name]
-            )
+            others = [name for name in wrapper.active_adapters if name != adapter_name]
+            wrapper.delete_adapter(adapter_name, others)
             if not wrapper._adapters:
                 setattr(parent, child_name, wrapper.original_module)

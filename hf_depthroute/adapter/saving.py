@@ -104,14 +104,10 @@ def _warn_of_thresholds(model: nn.Module) -> None:
     were never fitted."""
     for routing in routings_of(model):
         for name, table in routing.depth_route_quantiles.items():
-            trained = any(
-                parameter.requires_grad for parameter in routing.depth_route_gate[name].parameters()
-            )
-            if (
-                trained
-                and routing.config(name).takes_budget()
-                and not cast(ScoreQuantiles, table).fitted()
-            ):
+            gate = routing.depth_route_gate[name]
+            trained = any(parameter.requires_grad for parameter in gate.parameters())
+            fitted = cast(ScoreQuantiles, table).fitted()
+            if trained and routing.config(name).takes_budget() and not fitted:
                 warnings.warn(f"adapter {name!r} is saved as it is: {NOT_FITTED}", stacklevel=5)
                 return
 
@@ -178,19 +174,15 @@ def _seal(path: Path, weights: Path) -> None:
     """
     content = json.loads(path.read_text(encoding="utf-8"))
     if content.get("peft_type") == PEFT_TYPE and weights.is_file():
-        write_json(
-            path,
-            content | {"weights_hash": tensors_hash(read_tensors(weights, content))},
-            sort_keys=True,
-        )
+        content["weights_hash"] = tensors_hash(read_tensors(weights, content))
+        write_json(path, content, sort_keys=True)
 
 
 def _commit(stage: Path, folder: Path) -> None:
     files = [file for file in sorted(stage.rglob("*")) if file.is_file()]
     first = {WEIGHTS_NAME: 0, CONFIG_NAME: 1}  # a config vouches for what is there already
-    for file in sorted(
-        files, key=lambda file: (file.name not in first, str(file.parent), first.get(file.name))
-    ):
+    files.sort(key=lambda file: (file.name not in first, str(file.parent), first.get(file.name)))
+    for file in files:
         target = folder / file.relative_to(stage)
         target.parent.mkdir(parents=True, exist_ok=True)
         try:

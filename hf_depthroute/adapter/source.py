@@ -156,11 +156,9 @@ def finish(root: Path) -> None:
         with suppress(ValueError, OSError, SafetensorError):
             config = read_config(staged)
             wanted = config.get("weights_hash")
-            if (
-                wanted is not None
-                and weights.is_file()
-                and tensors_hash(read_tensors(weights, config)) == wanted
-            ):
+            if wanted is None or not weights.is_file():
+                continue
+            if tensors_hash(read_tensors(weights, config)) == wanted:
                 os.replace(staged, place)
 
 

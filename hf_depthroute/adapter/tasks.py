@@ -57,10 +57,10 @@ def for_task(model: nn.Module, config: DepthRouteConfig) -> DepthRouteConfig:
     names = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     heads = [name for name in HEADS if name in names]
     if not heads:
+        kind = "Sequence" if config.task_type == "SEQ_CLS" else "Token"
         raise ConfigError(
             f"task_type={config.task_type!r}: {type(model).__name__} has no head named "
-            f"{' or '.join(HEADS)}; load the base with its "
-            f"{'Sequence' if config.task_type == 'SEQ_CLS' else 'Token'}Classification class"
+            f"{' or '.join(HEADS)}; load the base with its {kind}Classification class"
         )
     # PEFT has added all names of heads, whichever the model has, and again for an adapter that is
     # loaded.

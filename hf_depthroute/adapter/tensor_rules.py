@@ -51,33 +51,23 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
     """
     saved_modules = config.get("modules_to_save") or ()
     layers = config.get("layers")
-    routed = None
-    if isinstance(layers, list):
-        routed = set(layers)
+    routed = set(layers) if isinstance(layers, list) else None
     found: Counter[int | None] = Counter()
     for name, entry in header.items():
-        own = None
-        if len(name) <= _MAX_NAME:
-            own = _OWN_NAME.fullmatch(name)
-        if own is None and not any(
-            f"{module}." in name.removeprefix(WRAPPER) for module in saved_modules
-        ):
+        own = _OWN_NAME.fullmatch(name) if len(name) <= _MAX_NAME else None
+        layer = None if own is None else int(own[1])
+        bare = name.removeprefix(WRAPPER)
+        if own is None and not any(f"{module}." in bare for module in saved_modules):
             return f"unexpected tensor {name[:100]}; no routed adapter has it"
-        if own is not None and routed is not None and int(own[1]) not in routed:
+        if layer is not None and routed is not None and layer not in routed:
             listed = reprlib.repr(sorted(routed))
             return (
                 f"tensor {name} is of a layer that is not routed; the config says layers={listed}"
             )
-        if entry.dtype not in _FLOATS and not (
-            entry.dtype == "I64" and name.endswith((_COUNTER, _NEURONS))
-        ):
-            return (
-                f"tensor {name[:_MAX_NAME]} has dtype {entry.dtype}; use one of: "
-                f"{', '.join(_FLOATS)}"
-            )
-        layer = None
-        if own is not None:
-            layer = int(own[1])
+        whole = entry.dtype == "I64" and name.endswith((_COUNTER, _NEURONS))
+        if entry.dtype not in _FLOATS and not whole:
+            known = ", ".join(_FLOATS)
+            return f"tensor {name[:_MAX_NAME]} has dtype {entry.dtype}; use one of: {known}"
         found[layer] += 1
         if found[layer] > (_MOST_OF_SAVED_MODULES if own is None else _MOST_OF_A_LAYER):
             where = "modules_to_save" if own is None else f"layer {layer}"
@@ -94,10 +84,8 @@ def _fault_of_memory(
     wanted = [config.get("memory_slots"), config.get("memory_width")]
     for name, entry in header.items():
         if name.endswith(_TABLE) and entry.shape != wanted:
-            return (
-                f"tensor {name[:_MAX_NAME]} has shape {entry.shape}, the config says "
-                f"{reprlib.repr(wanted)}"
-            )
+            said = reprlib.repr(wanted)
+            return f"tensor {name[:_MAX_NAME]} has shape {entry.shape}, the config says {said}"
     target = TARGETS.get(str(config.get("target")))
     if config.get("branch") != "memory" and not (target is not None and target.reads_ids):
         return None
@@ -106,11 +94,8 @@ def _fault_of_memory(
             "the config does not list its layers, so their tables cannot be compared; save the "
             "adapter again"
         )
-    have = {
-        int(own[1])
-        for name in header
-        if name.endswith(_TABLE) and (own := _OWN_NAME.fullmatch(name))
-    }
+    tables = [_OWN_NAME.fullmatch(name) for name in header if name.endswith(_TABLE)]
+    have = {int(own[1]) for own in tables if own}
     missing = sorted(routed - have, key=str)
     if missing:
         return f"memory.table of layer {missing[0]} is missing; copy both files again"

@@ -34,6 +34,7 @@ from .loading import (
     PREFIX,
     discard,
     guard,
+    kept_trained,
     match_tensors,
     own_tensors,
     unguard,
@@ -153,7 +154,7 @@ class DepthRouteModel(BaseTuner):
         if current_load() is None:
             config.weights_hash = None  # of weights that this adapter does not start from
 
-        trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        restore = kept_trained(model)
         added = adapter_name not in self.active_adapters  # an active one goes on as it was
         try:
             self._enter(model, adapter_name, config, stack)
@@ -162,10 +163,10 @@ class DepthRouteModel(BaseTuner):
         except BaseException:
             self.peft_config.pop(adapter_name)
             discard(model, adapter_name)
-            _restore(trains)
+            restore()
             raise
         if added:
-            _restore(trains)
+            restore()
         for call in after_injection:
             call(config)
 
@@ -310,11 +311,6 @@ def _copy_adapter(model: nn.Module, source: str, name: str) -> None:
         for group in groups:
             if name in group and source in group:
                 group[name].load_state_dict(group[source].state_dict())
-
-
-def _restore(trains: list[tuple[nn.Parameter, bool]]) -> None:
-    for parameter, trained in trains:
-        parameter.requires_grad_(trained)
 
 
 def register() -> None:

@@ -38,17 +38,27 @@ def of_this_thread(hook: Callable[..., object]) -> Callable[..., Any]:
     return called
 
 
+def kept_modes(model: nn.Module) -> Callable[[], None]:
+    """A function that puts every module back into the mode, training or eval, that it is in now."""
+    modes = [(module, module.training) for module in model.modules()]
+
+    def restore() -> None:
+        for module, training in modes:
+            module.training = training
+
+    return restore
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside the block; every module's own mode after it, whatever ends it."""
-    modes = [(module, module.training) for module in model.modules()]
+    restore = kept_modes(model)
     try:
         model.eval()
         yield
     finally:
         model.train(model.training)  # what was prepared for evaluation is dropped
-        for module, training in modes:
-            module.training = training
+        restore()
 
 
 def synchronise(device: torch.device) -> None:

@@ -31,10 +31,9 @@ from ..base.lm_head import check_head
 from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..data.batches import model_inputs
-from ..inference.calibration import calibrate_budgets, gated_routings
+from ..inference.calibration import calibrate_budgets, gated_routings, keep_shares
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
-from ..routing.thresholds import Measured, share_shifts
 from ..routing.trace import full_depth
 from .bar import FitBar
 from .layer_fits import Fits, LayerFit
@@ -177,7 +176,9 @@ def fit_router(
         calibrate_budgets(routed, own_part(last), _BUDGETS)
         for index, layer in layers.items():
             layer.share = found.shares.get(index, 1.0)
-        _keep_shares(routed, found.shares, causal_rule)
+        gated = gated_routings(routed)
+        gated[0].active_config().causal_rule = causal_rule
+        keep_shares(gated, found.shares, gated[0].budget())
         ran_R = 1 - (1 - found.ran_R) * len(found.shares) / len(stack_of(routed).layers)
     fit_record = {
         "keep": keep,
@@ -230,17 +231,6 @@ def _best_round(
     found, state, layers = best
     restore(fit.model, state)
     return found, layers, losses
-
-
-def _keep_shares(model: PeftModel, shares: Mapping[int, float], causal_rule: str) -> None:
-    """Write the rule, and the share of each gated layer, into the adapter."""
-    gated = {routing: shares[routing.layer_index] for routing in gated_routings(model)}
-    config = next(iter(gated)).active_config()
-    config.causal_rule = causal_rule
-    config.share_shifts = share_shifts({r.layer_index: share for r, share in gated.items()})
-    for routing, share in gated.items():
-        measured = Measured(routing.budget(), share, "calibration")
-        routing.active_quantiles().measured = measured
 
 
 def _bar(model: PeftModel, rounds: int, shown: bool | None, *parts: Batches) -> FitBar:

@@ -167,9 +167,8 @@ def _choices(
             routing.tuned[routing.active_name(), *shape_class(*shape)] = best
             choices.append(Choice(routing.layer_index, step, shape, best, found))
     if {"rows", "gathered"} <= set(executors) and not routings[0].active_target().skips_attention:
-        routings[0].state.gather_costs = _gather_costs(
-            model, layers, input_ids, attention_mask, repeats
-        )
+        costs = _gather_costs(model, layers, input_ids, attention_mask, repeats)
+        routings[0].state.gather_costs = costs
     return choices
 
 
@@ -185,21 +184,17 @@ def _gather_costs(
     points = []
     for length in (-(-input_ids.shape[1] // 8), input_ids.shape[1]):
         ids = input_ids[:, -length:]
-        mask = None
-        if attention_mask is not None:
-            mask = attention_mask[:, -length:]
+        mask = None if attention_mask is None else attention_mask[:, -length:]
         gained = []
         for _ in range(repeats + 1):  # the first one warms up
             spent = {}
             for executor in ("rows", "gathered"):
                 with state_of(model).override(executor=executor):
-                    spent[executor] = sum(
-                        seconds for _, _, seconds in _timed(model, layers, ids, mask, 0)
-                    )
+                    times = _timed(model, layers, ids, mask, 0)
+                    spent[executor] = sum(seconds for _, _, seconds in times)
             gained.append((spent["rows"] - spent["gathered"]) / len(layers))
-        flops = [
-            chosen_flops(routing, ids.shape, routing.budget()) for routing in gated_routings(model)
-        ]
+        routings = gated_routings(model)
+        flops = [chosen_flops(routing, ids.shape, routing.budget()) for routing in routings]
         points.append((statistics.fmean(flops), statistics.median(gained[1:])))
     return gather_costs_of(*points)
 
@@ -222,11 +217,8 @@ def _supported(
         call = RoutedCall(layer, routing, plan, target_of(plan), stream, None, None, kwargs)
         for name, executor in EXECUTORS.items():
             # By name on a GPU, where "auto" leaves out what it expects to be the slower way.
-            if stream.is_cuda:
-                asked = replace(call, plan=replace(plan, executor=name))
-            else:
-                asked = call
-            if executor.supports(asked):
+            asked = replace(plan, executor=name) if stream.is_cuda else plan
+            if executor.supports(replace(call, plan=asked)):
                 found.add(name)
 
     handles = [

@@ -87,15 +87,19 @@ def calibrate(
                     model(**batch, **_without_logits(model))
         _adopt(routings, budget)
         ratios = counter.full_ratio()
-        if config.budget_scope == "global":
-            config.share_shifts = share_shifts(
-                {routing.layer_index: ratios[routing.layer_index] for routing in routings}
-            )
-        for routing in routings:
-            routing.active_quantiles().measured = Measured(
-                budget, ratios[routing.layer_index], "calibration"
-            )
+        keep_shares(routings, ratios, budget)
     return ratios
+
+
+def keep_shares(routings: Sequence[Routing], shares: Mapping[int, float], budget: float) -> None:
+    """Note with the layers that have a gate what their thresholds let run full at `budget`."""
+    config = routings[0].active_config()
+    own = {routing.layer_index: shares[routing.layer_index] for routing in routings}
+    if config.budget_scope == "global":
+        config.share_shifts = share_shifts(own)
+    for routing in routings:
+        measured = Measured(budget, own[routing.layer_index], "calibration")
+        routing.active_quantiles().measured = measured
 
 
 @torch.no_grad()
@@ -156,9 +160,8 @@ def calibrate_budgets(
     ]
     measured = [routing.active_quantiles().measured for routing in routings]
     with restored_on_error(model), evaluating(model):
-        for budget in sorted(
-            {check_budget(budget) for budget in budgets} - {own, 1.0}, key=lambda b: abs(b - own)
-        ):
+        others = {check_budget(budget) for budget in budgets} - {own, 1.0}
+        for budget in sorted(others, key=lambda budget: abs(budget - own)):
             for _ in range(2):
                 with state.override(selection="threshold", budget=budget):
                     scores = _scores(model, kept, config)

@@ -97,10 +97,13 @@ class _Draft:
         plain = not args and kwargs.keys() <= _PLAIN_KEYS and not kwargs.get("min_new_tokens")
         mask = kwargs.get("attention_mask")
         if plain and (mask is None or bool(mask.all())):
-            ids, count, processors = (
-                kwargs[name] for name in ("input_ids", "max_new_tokens", "logits_processor")
+            out = self._continue(
+                kwargs["input_ids"],
+                kwargs["max_new_tokens"],
+                config,
+                kwargs["logits_processor"],
+                kwargs.get("past_key_values"),
             )
-            out = self._continue(ids, count, config, processors, kwargs.get("past_key_values"))
         else:
             config.assistant_confidence_threshold = self.confidence
             out = super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -121,10 +124,9 @@ class _Draft:
         if cache is None:
             # Also of sliding windows it keeps everything, so that it can be cropped.
             cache = DynamicCache()
-        if isinstance(config.eos_token_id, list | tuple):
-            ends = config.eos_token_id
-        else:
-            ends = [config.eos_token_id]
+        ends = config.eos_token_id
+        if not isinstance(ends, list | tuple):
+            ends = [ends]
         last_only = {"logits_to_keep": 1} if self._supports_logits_to_keep() else {}  # type: ignore[attr-defined]
         scores: list[torch.Tensor] = []
         new = ids[:, cache.get_seq_length() :]
@@ -133,16 +135,15 @@ class _Draft:
             score = logits[:, -1].float()
             for process in processors:
                 score = process(ids, score)
-            sampled = config.do_sample
-            if sampled:
+            if config.do_sample:
                 new = torch.multinomial(score.softmax(-1), 1)
             else:
                 new = score.argmax(-1, keepdim=True)
             scores.append(score)
             ids = torch.cat([ids, new], dim=1)
-            if int(new) in ends or (
-                self.confidence and float(score.softmax(-1)[0, int(new)]) < self.confidence
-            ):
+            if int(new) in ends:
+                break
+            if self.confidence and float(score.softmax(-1)[0, int(new)]) < self.confidence:
                 break
         return GenerateDecoderOnlyOutput(sequences=ids, scores=tuple(scores), past_key_values=cache)  # type: ignore
 
@@ -187,9 +188,8 @@ def draft_view(
     base = unwrapped(model)
     depth = len(stack_of(base).layers)
     drop = sorted(int(index) for index in drop)
-    if drop and (
-        len(set(drop)) < len(drop) or drop[0] < 0 or drop[-1] >= depth or len(drop) == depth
-    ):
+    known = set(drop) < set(range(depth)) and len(set(drop)) == len(drop)
+    if drop and not known:
         raise ValueError(
             f"drop={drop}: name some of the layers 0 to {depth - 1}, each once, and not all of them"
         )
@@ -204,21 +204,20 @@ def draft_view(
     routings = _routed(draft)
     for routing in routings:
         routing._disable_adapters = False
-    if not drop and not any(routing.adapter() for routing in routings):
+    configs = [routing.active_config() for routing in routings if routing.adapter()]
+    if not drop and not configs:
         raise ValueError(
             "the draft would skip nothing: no depth-routed adapter is active and drop is empty"
         )
-    if any(routing.adapter() and GATES[routing.active_config().gate].soft for routing in routings):
+    if any(GATES[config.gate].soft for config in configs):
         raise ConfigError(
             "target='memory' skips nothing of the base, so that a draft by it would save nothing"
         )
-    if any(
-        routing.adapter() and routing.active_config().phases == "prefill" for routing in routings
-    ):
+    if any(config.phases == "prefill" for config in configs):
         raise ConfigError(
             "phases='prefill' would draft every token in full; call set_phases(model, 'all') first"
         )
-    if budget is not None and any(routing.adapter() for routing in routings):
+    if budget is not None and configs:
         set_budget(draft, budget)
     if drop:
         _leave_out(draft, drop)
@@ -242,20 +241,15 @@ def _view_of(base: nn.Module) -> Any:
         kept: list[object] = [*module._parameters.values(), *module._buffers.values()]
         hook = module.__dict__.get("_hf_hook")
         for part in getattr(hook, "hooks", [hook]):
-            kept += [
-                value
-                for value in getattr(part, "__dict__", {}).values()
-                if isinstance(value, Mapping)
-            ]
+            values = getattr(part, "__dict__", {}).values()
+            kept += [value for value in values if isinstance(value, Mapping)]
         memo.update({id(value): value for value in kept if value is not None})
     return copy.deepcopy(base, memo)
 
 
 def _routed(model: nn.Module) -> tuple[Routing, ...]:
     stack = routed_stack(model)
-    if stack is None:
-        return ()
-    return stack.routed
+    return () if stack is None else stack.routed
 
 
 def _leave_out(model: nn.Module, drop: Sequence[int]) -> None:
@@ -282,9 +276,8 @@ def _leave_out(model: nn.Module, drop: Sequence[int]) -> None:
             continue
         routed.append(routing)
         routing.layer_index = place
-        adapters |= {
-            id(c): c for c in routing.peft_configs.values() if isinstance(c, DepthRouteConfig)
-        }
+        configs = routing.peft_configs.values()
+        adapters |= {id(c): c for c in configs if isinstance(c, DepthRouteConfig)}
         routing._previous.clear()
         for name in routing.depth_route_gate:
             if GATES[routing.config(name).gate].exits and name in previous:
@@ -332,9 +325,8 @@ def lossless_generate(
     ):
         out = cast(Any, model).generate(*args, assistant_model=draft, **kwargs)
     if counter is not None:
-        given = next(
-            x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")) if x is not None
-        )
+        inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs"))
+        given = next(x for x in inputs if x is not None)
         sequences = out if isinstance(out, torch.Tensor) else out.sequences
         counter.new_tokens += sequences.shape[1] - given.shape[1]
         counter.target_passes += passes

@@ -73,9 +73,8 @@ def fit_branch(
     Returns:
         `sum |y - branch(x)|^2 / sum |y|^2`, both divided so; 0 where there is nothing to imitate.
     """
-    if norms_N is None:
-        scale_N1 = x_Nd.new_ones(len(x_Nd), 1)
-    else:
+    scale_N1 = x_Nd.new_ones(len(x_Nd), 1)
+    if norms_N is not None:
         scale_N1 = 1 / norms_N[:, None]
     y_Nd = y_Nd * scale_N1
     rank = branch.down.in_features
@@ -105,9 +104,7 @@ def fit_branch(
         branch.down.bias.copy_(weights[rank])
     square = total(y_Nd.double().square().sum())
     missed = square + (weights * (gram @ weights - 2 * cross)).sum()
-    if square > 0:
-        return float((missed / square).clamp(min=0))
-    return 0.0
+    return float((missed / square).clamp(min=0)) if square > 0 else 0.0
 
 
 def ridge_of(branch: nn.Module, tokens: int, width: int) -> float:
@@ -159,28 +156,23 @@ def fit_memory(
     slots_NS = memory.slots(ngrams_NO)
     count, width = memory.table.shape
     if chosen_N is None:
-        chosen = torch.ones(len(missed_Nd), dtype=torch.bool, device=missed_Nd.device)
-    else:
-        chosen = chosen_N
-    counted_N1 = chosen[:, None].to(missed_Nd)
-    moment_dd, _ = moments(missed_Nd[chosen], missed_Nd[chosen][:, :1])
+        chosen_N = torch.ones(len(missed_Nd), dtype=torch.bool, device=missed_Nd.device)
+    counted_N1 = chosen_N[:, None].to(missed_Nd)
+    moment_dd, _ = moments(missed_Nd[chosen_N], missed_Nd[chosen_N][:, :1])
     basis_dw = torch.linalg.eigh(moment_dd).eigenvectors.flip(1)[:, :width].to(missed_Nd)
     basis_dw = F.pad(basis_dw, (0, width - basis_dw.shape[1]))
     memory.value.weight.copy_(basis_dw.repeat(1, slots_NS.shape[1]))
     memory.table.zero_()
     before_Nw = left_Nw = missed_Nd @ basis_dw
     for slots_N in slots_NS.T:
-        hits = total(
-            torch.zeros(count, 1, device=left_Nw.device).index_add_(0, slots_N, counted_N1)
-        )
+        none = torch.zeros(count, 1, device=left_Nw.device)
+        hits = total(none.index_add_(0, slots_N, counted_N1))
         sums = total(left_Nw.new_zeros(count, width).index_add_(0, slots_N, left_Nw * counted_N1))
         others_N1 = hits[slots_N] - counted_N1
         others_Nw = sums[slots_N] - left_Nw * counted_N1
         results = [left_Nw - others_Nw / (others_N1 + constant) for constant in _SHRINK]
-        squares = total(
-            torch.stack([(result * counted_N1).double().square().sum() for result in results])
-        )
-        best = int(squares.argmin())
+        squares = [(result * counted_N1).double().square().sum() for result in results]
+        best = int(total(torch.stack(squares)).argmin())
         memory.table.add_(sums / (hits + _SHRINK[best]))
         left_Nw = results[best]
     return missed_Nd - (before_Nw - left_Nw) @ basis_dw.T
@@ -237,16 +229,10 @@ def fit_branches(
     if not any(bool(token_mask(batch).any()) for batch in kept):
         raise ValueError("fit_branches: batches holds no real token")
     name = routings[0].active_name()
-    groups = [
-        group
-        for routing in routings
-        for group in (routing.depth_route_branch, routing.depth_route_memory)
-    ]
+    groups = [group for h in routings for group in (h.depth_route_branch, h.depth_route_memory)]
     parts = [group[name] for group in groups if name in group]
     with weights_restored_on_error(parts), evaluating(model):
-        return {
-            routing.layer_index: _fit_layer(model, routing, kept, ridge) for routing in routings
-        }
+        return {h.layer_index: _fit_layer(model, h, kept, ridge) for h in routings}
 
 
 def _fit_layer(
@@ -262,9 +248,8 @@ def _fit_layer(
         plan = routing.plan(layer.training)
         assert plan is not None
         call = routed_call(layer, plan, h, context, without_cache(kwargs), decides=False)
-        if call.ngrams is None:
-            grams = call.stream[..., :0]
-        else:
+        grams = call.stream[..., :0]
+        if call.ngrams is not None:
             grams = call.ngrams.to(call.stream.device)
         full = call.full()
         seen[:] = (
@@ -288,9 +273,8 @@ def _fit_layer(
     taken_N = torch.ones_like(sinks_N) if routing.active_gate().static else ~sinks_N
     fixed = routing.active_gate().static or routing.config(name).fixed_threshold is not None
     decided = fixed or routing.active_quantiles().fitted()
-    if decided and int((cheap_N & taken_N).sum()) >= branch.down.in_features + (
-        branch.down.bias is not None
-    ):
+    parameters = branch.down.in_features + (branch.down.bias is not None)  # for each output
+    if decided and int((cheap_N & taken_N).sum()) >= parameters:
         taken_N &= cheap_N
     x_Nd, y_Nd, norms_N, ngrams_NO = (part[taken_N] for part in (x_Nd, y_Nd, norms_N, ngrams_NO))
     missed = fit_branch(branch, x_Nd, y_Nd, ridge, norms_N)
@@ -300,6 +284,4 @@ def _fit_layer(
     missed_Nd = y_Nd - branch.down(branch.features(x_Nd))
     left_Nd = fit_memory(memory, ngrams_NO, missed_Nd)
     left, square = ((part / norms_N[:, None]).double().square().sum() for part in (left_Nd, y_Nd))
-    if square > 0:
-        return float(left / square)
-    return 0.0
+    return float(left / square) if square > 0 else 0.0

@@ -53,24 +53,19 @@ def finite_logits(model: Any) -> Iterator[None]:
 
     with base.register_forward_hook(of_this_thread(look), with_kwargs=True):
         yield
-    wrong = []
-    if passes:
-        wrong = torch.stack([flag for _, flag in passes]).tolist()
+    wrong = torch.stack([flag for _, flag in passes]).tolist() if passes else []
     if any(wrong):
-        raise NonFiniteError(
-            _where(model, [{"input_ids": _up_to([ids for ids, _ in passes], wrong.index(True))}])
-        )
+        read = _up_to([ids for ids, _ in passes], wrong.index(True))
+        raise NonFiniteError(_where(model, [{"input_ids": read}]))
 
 
 def _up_to(passes: Sequence[torch.Tensor], last: int) -> torch.Tensor:
     """The ids that the model had read by pass `last`; after the prompt,
     each pass reads one token."""
     first = last
-    while (
-        first > 0
-        and passes[first].shape[1] == 1
-        and passes[first - 1].shape[0] == passes[first].shape[0]
-    ):
+    while first > 0 and passes[first].shape[1] == 1:
+        if passes[first - 1].shape[0] != passes[first].shape[0]:
+            break
         first -= 1
     return torch.cat(list(passes[first : last + 1]), dim=1)
 
@@ -84,11 +79,9 @@ def check_losses(
 
 
 def _where(model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]) -> str:
-    found = first_non_finite_layer(model, batches)
-    if found is None:
+    place = first_non_finite_layer(model, batches)
+    if place is None:
         place = "the logits are not finite, and no layer's output is the first"
-    else:
-        place = found
     return (
         f"{place}; train the adapter again, or use --dtype float32 if the base is loaded in a "
         "narrower one"
@@ -122,9 +115,7 @@ def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tens
             base(**given, use_cache=False)
         for index, layer in enumerate(layers):
             if layer in finite and not bool(finite[layer]):
-                if hasattr(layer, ROUTING):
-                    kind = "routed: look at its gate and branch"
-                else:
-                    kind = "not routed"
+                routed = hasattr(layer, ROUTING)
+                kind = "routed: look at its gate and branch" if routed else "not routed"
                 return f"layer {index} ({kind}) is the first whose output is not finite"
     return None

@@ -70,9 +70,8 @@ def set_causal_rule(model: nn.Module, rule: str) -> None:
         raise ConfigError(
             f"causal_rule={rule!r}: the adapter has causal_rule={config.causal_rule!r}, for good"
         )
-    changed = type(config)(
-        **{**config.to_dict(), "causal_rule": rule, "share_shifts": config.share_shifts}
-    )
+    values = {"causal_rule": rule, "share_shifts": config.share_shifts}
+    changed = type(config)(**config.to_dict() | values)
     if rule == "running":
         for index in changed.gated_layers():
             changed.share_shift(index)

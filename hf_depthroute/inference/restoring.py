@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from ..base.contexts import kept_modes
 from ..routing.routing import Routing
 from ..routing.stack import one_change, routings_of
 
@@ -31,15 +32,14 @@ def restored_on_error(model: nn.Module) -> Iterator[None]:
     module's mode, too."""
     undo = snapshot(model)
     tuned = [(routing, routing.tuned) for routing in routings_of(model)]
-    modes = [(module, module.training) for module in model.modules()]
+    restore_modes = kept_modes(model)
     try:
         yield
     except BaseException:
         undo()
         for routing, chosen in tuned:
             routing.tuned = chosen
-        for module, training in modes:
-            module.training = training
+        restore_modes()
         raise
 
 
@@ -64,9 +64,8 @@ def snapshot(model: nn.Module) -> Callable[[], None]:
         routing for routing in routings_of(model) if routing.adapter() is not None
     ]
     budgets = [(routing.active_config(), routing.active_config().budget) for routing in routings]
-    measured = [
-        (table, table.measured) for table in (routing.active_quantiles() for routing in routings)
-    ]
+    tables = [routing.active_quantiles() for routing in routings]
+    measured = [(table, table.measured) for table in tables]
     parts: list[nn.Module] = [
         part for h in routings for part in (h.active_quantiles(), h.active_controller()) if part
     ]
