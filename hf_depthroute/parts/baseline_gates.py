@@ -98,10 +98,8 @@ class SinkGate(Gate):
         self.register_buffer("log_bound", torch.tensor(_NO_SINKS))
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
-        return {
-            "scores": a.float().square().mean(-1).clamp(min=_NOTHING).log() / 2
-            - self.log_bound.float()
-        }
+        size = a.float().square().mean(-1).clamp(min=_NOTHING).log() / 2
+        return {"scores": size - self.log_bound.float()}
 
     def set_bound(self, stream_Nd: torch.Tensor) -> None:
         """Half-way, on a logarithmic scale, between the sinks in the stream and

@@ -148,9 +148,9 @@ class LowRankBranch(nn.Module):
     def normed(self, a: torch.Tensor) -> torch.Tensor:
         """`LN_cheap(a)`; CUDA has no layer norm of one dtype with weights of another."""
         weight = getattr(self.norm, "weight", None)
-        return self.norm(
-            a if weight is None or isinstance(self.norm, RMSNorm) else a.to(weight.dtype)
-        )
+        if weight is not None and not isinstance(self.norm, RMSNorm):
+            a = a.to(weight.dtype)
+        return self.norm(a)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
         """The input of `down`, from the output of `normed`, in the dtype of the weights."""
@@ -211,9 +211,9 @@ def copy_norm(norm: Any) -> nn.Module:
             copied.__dict__[name] = copy.copy(value)
     with align_module_device(norm):  # fetches the values of an offloaded norm
         for name, parameter in norm._parameters.items():
-            copied.register_parameter(
-                name, None if parameter is None else nn.Parameter(_known_values(name, parameter))
-            )
+            if parameter is not None:
+                parameter = nn.Parameter(_known_values(name, parameter))
+            copied.register_parameter(name, parameter)
     return copied
 
 

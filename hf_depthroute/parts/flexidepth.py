@@ -62,9 +62,8 @@ class BottleneckGate(Gate):
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         # No nonlinearity lies between the last two maps: they become one vector `[b]`.
         weight, _ = self.enc.cast(dtype)
-        row = torch.mv(
-            self.dec.weight.detach().float().t(), self.score.weight.detach().float().squeeze(0)
-        )
+        score = self.score.weight.detach().float().squeeze(0)
+        row = torch.mv(self.dec.weight.detach().float().t(), score)
         norm = self.norm.for_decoding()
         return lambda a: torch.mv(torch.tanh(norm(F.linear(a, weight))).view(-1, len(row)), row)
 
@@ -90,16 +89,15 @@ class SwiGLUBranch(LowRankBranch):
         return F.silu(self.gate(x)) * self.up(x)
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        (gate, gate_bias), (up, up_bias), (down, down_bias) = (
-            m.cast(dtype) for m in (self.gate, self.up, self.down)
-        )
+        gate, gate_bias = self.gate.cast(dtype)
+        up, up_bias = self.up.cast(dtype)
+        down, down_bias = self.down.cast(dtype)
         norm = self.norm.for_decoding() if isinstance(self.norm, RMSNorm) else self.normed
 
         def update(a: torch.Tensor) -> torch.Tensor:
             y = norm(a).to(dtype)
-            return F.linear(
-                F.silu(F.linear(y, gate, gate_bias)) * F.linear(y, up, up_bias), down, down_bias
-            )
+            hidden = F.silu(F.linear(y, gate, gate_bias)) * F.linear(y, up, up_bias)
+            return F.linear(hidden, down, down_bias)
 
         return update
 

@@ -119,9 +119,8 @@ class FusedGateBranch:
         if len(x) == 1:
             row = x.view(-1)
             squares = torch.dot(row, row).item()
-            scale = math.nan  # as a norm gives
-            if squares < math.inf:
-                scale = (squares + self._eps) ** -0.5
+            # NaN, as a norm gives.
+            scale = (squares + self._eps) ** -0.5 if squares < math.inf else math.nan
             y = torch.addmv(self._bias, self._weight, row, alpha=scale)[None]
         else:
             squares_B11 = torch.baddbmm(self._eps_111, x[:, None], x[..., None])
@@ -171,11 +170,9 @@ def fuse(
         if isinstance(step, NeuronStep):
             return FusedGateBranch(*rms, maps, None, step)
         return None
-    if (
-        type(branch) is not LowRankBranch
-        or not isinstance(branch.norm, RMSNorm)
-        or branch.norm.eps != rms[1]
-    ):
+    if type(branch) is not LowRankBranch or not isinstance(branch.norm, RMSNorm):
+        return None
+    if branch.norm.eps != rms[1]:
         return None
     return FusedGateBranch(*rms, maps, branch)
 

@@ -64,17 +64,16 @@ class ScoreHead(nn.Linear):
         return self._score(x)
 
     def _score(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
         if self.out_features > 1:
-            return F.linear(
-                x.float(), self.weight.float(), None if self.bias is None else self.bias.float()
-            )
+            return F.linear(x.float(), self.weight.float(), bias)
         rows = x.float().reshape(-1, x.shape[-1])
         weight = self.weight.float().squeeze(0)
-        if self.bias is None:
+        if bias is None:
             return torch.mv(rows, weight).view(x.shape[:-1])
         # Not `len(rows)`: an exported program of any length must not take this one for the only
         # length.
-        return torch.addmv(self.bias.float().expand(rows.shape[0]), rows, weight).view(x.shape[:-1])
+        return torch.addmv(bias.expand(rows.shape[0]), rows, weight).view(x.shape[:-1])
 
     def for_decoding(self) -> TensorMap:
         """The one score of each row, `[B, 1, features] -> [B]`,
@@ -183,9 +182,7 @@ class Gate(nn.Module, ABC):
     def weights_per_token(self) -> int:
         """Weights that one decision multiplies with, biases left out; here,
         those of linear maps."""
-        return sum(
-            linear.weight.numel() for linear in self.children() if isinstance(linear, nn.Linear)
-        )
+        return sum(part.weight.numel() for part in self.children() if isinstance(part, nn.Linear))
 
     def connect(self, lm_head: LMHead) -> None:
         """Take the model's `base.lm_head.LMHead`, where `reads_logits`."""

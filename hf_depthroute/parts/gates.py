@@ -20,13 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..base.distributed import total
 from .baseline_gates import ExitGate, RandomGate, SinkGate, StaticGate
 from .branches import Deriving, MixedLinear, TensorMap, reset_linear
 from .flexidepth import BottleneckGate
 from .gate import Gate, GateOutput, GateSizes, ScoreHead, ScoreMaps, default_hidden
 from .memory import MemoryGate
-from .regression import fit_scores, moments, refine_scores, ridge_weights
+from .regression import count_of_all, fit_scores, moments, refine_scores, ridge_weights
 
 _STEPS = 200  # of gradient descent on a gate, after its closed form
 
@@ -106,11 +105,8 @@ class JEPAGate(Deriving, Gate):
         Inference folds what depends on the action alone, and the difference, and multiplies with
         about a third less.
         """
-        return (
-            super().weights_per_token()
-            + self.predict_hidden.weight.numel()
-            + self.predict.weight.numel()
-        )
+        again = self.predict_hidden.weight.numel() + self.predict.weight.numel()
+        return super().weights_per_token() + again
 
     # [B, T, d] -> scores [B, T], q [B, T, summary_dim]
     def forward(self, a: torch.Tensor) -> GateOutput:
@@ -162,15 +158,12 @@ class JEPAGate(Deriving, Gate):
         casts = not (autocast or self.training or torch.is_grad_enabled())
 
         def made() -> tuple[torch.Tensor, ...]:
-            context_map, action_map = predict.weight.split(
-                [self.context.out_features, actions.shape[1]], dim=1
-            )
+            sizes = [self.context.out_features, actions.shape[1]]
+            context_map, action_map = predict.weight.split(sizes, dim=1)
             w1, w2, w3 = decide.weight.chunk(3, dim=1)
             offsets = F.linear(actions, action_map, predict.bias).to(a.dtype)
             parts = context_map, offsets, torch.cat([w1 + w3, w2 - w3], dim=1), decide.bias
-            if casts:
-                return tuple(part.to(a.dtype) for part in parts)
-            return parts
+            return tuple(part.to(a.dtype) for part in parts) if casts else parts
 
         weights = predict.weight, predict.bias, actions, decide.weight, decide.bias
         return self.derived(made, a.dtype, *weights, keeps=not autocast)
@@ -237,13 +230,8 @@ class AffineGate(LinearGate):
         """
         rows = [(a_Nd, y_N, 1.0)]
         if always_Sd is not None:
-            count, always = (
-                total(torch.tensor(float(len(part)), device=a_Nd.device))
-                for part in (a_Nd, always_Sd)
-            )
-            rows.append(
-                (always_Sd, y_N.new_full((len(always_Sd),), 30.0), float(0.1 * count / always))
-            )
+            share = float(0.1 * count_of_all(a_Nd) / count_of_all(always_Sd))
+            rows.append((always_Sd, y_N.new_full((len(always_Sd),), 30.0), share))
         x = torch.cat([F.pad(part, (0, 1), value=1.0) * weight**0.5 for part, _, weight in rows])
         y = torch.cat([part * weight**0.5 for _, part, weight in rows])
         weights = ridge_weights(*moments(x, y[:, None]), 1e-3).squeeze(1)

@@ -51,9 +51,7 @@ class MemorySizes(Protocol):
 
 def shortest_order(config: MemorySizes) -> int:
     """The fewest tokens that are looked up: 1 for a cheap branch, 2 before the attention."""
-    if config.branch == "memory":
-        return 1
-    return 2
+    return 1 if config.branch == "memory" else 2
 
 
 def hash_count(config: MemorySizes) -> int:
@@ -88,10 +86,7 @@ def suffixes(
     cut = starts_BT
     if real_BT is not None:
         newest = newest.masked_fill(~real_BT, MISSING)
-        if cut is None:
-            cut = ~real_BT
-        else:
-            cut = cut | ~real_BT
+        cut = ~real_BT if cut is None else cut | ~real_BT
     columns = [newest]
     for _ in range(order - 1):
         before = F.pad(columns[-1][:, :-1], (1, 0), value=EARLIER)
@@ -126,7 +121,8 @@ def over_padding(
     places_T = torch.arange(real_BT.shape[1], device=real_BT.device)
     places_BT1 = torch.where(real_BT, places_T, -1).cummax(dim=1).values[..., None]
     found = held_BTM.gather(1, places_BT1.clamp(min=0).expand_as(held_BTM))
-    return torch.where(places_BT1 < 0, held_BTM if before_BM is None else before_BM[:, None], found)
+    before = held_BTM if before_BM is None else before_BM[:, None]
+    return torch.where(places_BT1 < 0, before, found)
 
 
 class NgramMemory(nn.Module):
@@ -190,15 +186,13 @@ class NgramMemory(nn.Module):
 
     def update(self, ngrams: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`v` in the stream's dtype, `[..., N] -> [..., d]`."""
-        update: torch.Tensor = self.value(self(ngrams).to(dtype))
-        return update
+        return self.value(self(ngrams).to(dtype))
 
     def _constants(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if device not in self._on_device:
             numbers = (self._multipliers, self._primes, self._offsets)
             self._on_device[device] = tuple(torch.tensor(part, device=device) for part in numbers)
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._on_device[device]
-        return found
+        return self._on_device[device]
 
 
 class MemoryGate(Gate):
@@ -249,11 +243,8 @@ def _hashes(config: MemorySizes, layer_index: int) -> tuple[list[list[int]], lis
         ]
         for place in range(order)
     ]
-    return (
-        multipliers,
-        list(_primes_below(share + 1, count)),
-        [share * place for place in range(count)],
-    )
+    offsets = [share * place for place in range(count)]
+    return multipliers, list(_primes_below(share + 1, count)), offsets
 
 
 def _mixed(*numbers: int) -> int:

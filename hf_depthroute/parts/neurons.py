@@ -62,9 +62,7 @@ class NeuronBranch(Deriving):
 
     def normed(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
         norm = self._base[0]
-        if norm is None:
-            return a
-        return norm(a)
+        return a if norm is None else norm(a)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
         ffn = self._base[1]
@@ -73,9 +71,7 @@ class NeuronBranch(Deriving):
             return self._whole(x)[..., self.neurons]
         projected = F.linear(x.to(maps[0].weight.dtype), *self.rows()).chunk(len(maps), -1)
         hidden: torch.Tensor = ffn.act_fn(projected[0])
-        if len(maps) == 1:
-            return hidden
-        return hidden * projected[1]
+        return hidden if len(maps) == 1 else hidden * projected[1]
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """The branch for decoding, `[B, 1, d] -> [B, 1, d]`,
@@ -84,9 +80,8 @@ class NeuronBranch(Deriving):
         Where nothing may be read, it is the branch itself, which looks at the base in every step.
         """
         held = self.borrowed()
-        if not held or any(
-            weight.dtype is not dtype for module in held[1:] for weight in module.parameters(False)
-        ):
+        weights = [weight for module in held[1:] for weight in module.parameters(False)]
+        if not held or any(weight.dtype is not dtype for weight in weights):
             return self
         return NeuronStep(self, dtype)
 
@@ -110,10 +105,10 @@ class NeuronBranch(Deriving):
         biases = [linear.bias for linear in maps]
 
         def made() -> tuple[torch.Tensor, torch.Tensor | None]:
-            bias = None
-            if biases[0] is not None:
-                bias = torch.cat([part[self.neurons] for part in biases])
-            return torch.cat([part[self.neurons] for part in weights]), bias
+            weight = torch.cat([part[self.neurons] for part in weights])
+            if biases[0] is None:
+                return weight, None
+            return weight, torch.cat([part[self.neurons] for part in biases])
 
         return self.derived(made, "rows", *weights, *biases, self.neurons)
 
@@ -130,9 +125,7 @@ class NeuronBranch(Deriving):
     def _may_read(self, device: torch.device) -> bool:
         """Whether the weights of the projections may be read there, as one."""
         maps = self._maps()
-        if not all(
-            is_readable(linear, nn.Linear) and linear.weight.device == device for linear in maps
-        ):
+        if not all(is_readable(part, nn.Linear) and part.weight.device == device for part in maps):
             return False
         return len({(linear.weight.dtype, linear.bias is None) for linear in maps}) == 1
 
@@ -153,9 +146,8 @@ class NeuronBranch(Deriving):
         x_Nd = x_Nd[::step]
         weight_N = weight_N[::step]
         parts = zip(x_Nd.split(_ROWS), weight_N.split(_ROWS))
-        energy_m = total(
-            sum((w @ self._whole(x).float().square() for x, w in parts), torch.zeros(()))
-        )
+        sums = (w @ self._whole(x).float().square() for x, w in parts)
+        energy_m = total(sum(sums, torch.zeros(())))
         output_md = self._outputs(torch.arange(len(energy_m), device=x_Nd.device))
         if metric_dd is not None:
             output_md = output_md @ metric_dd.to(output_md)
@@ -176,18 +168,13 @@ class NeuronBranch(Deriving):
         """The FFN's output of these neurons, float32 `[r, d]`: its weights,
         or what it makes of each alone."""
         down: Any = self._base[1].down_proj
-        if (
-            is_readable(down, nn.Linear)
-            and is_whole(down.weight)
-            and down.weight.device == neurons_r.device
-        ):
-            weights: torch.Tensor = down.weight[:, neurons_r].T.float()
-            return weights
+        plain = is_readable(down, nn.Linear) and is_whole(down.weight)
+        if plain and down.weight.device == neurons_r.device:
+            return down.weight[:, neurons_r].T.float()
         count = neurons_of(self._base[1])
         assert count is not None
         units_rm = F.one_hot(neurons_r, count).to(_dtype_of(self._base[1], self.down.weight))
-        found: torch.Tensor = (down(units_rm) - down(torch.zeros_like(units_rm[:1]))).float()
-        return found
+        return (down(units_rm) - down(torch.zeros_like(units_rm[:1]))).float()
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., m]
         """The whole intermediate, by calls of the base's modules."""
@@ -195,9 +182,7 @@ class NeuronBranch(Deriving):
         x = x.to(_dtype_of(ffn, x))
         first, *others = (linear(x) for linear in self._maps())
         hidden: torch.Tensor = ffn.act_fn(first)
-        if others:
-            return hidden * others[0]
-        return hidden
+        return hidden * others[0] if others else hidden
 
     def has(self, neurons_r: torch.Tensor) -> bool:
         """Whether the FFN has such neurons; waits for the device."""

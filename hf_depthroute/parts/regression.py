@@ -38,6 +38,11 @@ def moments(x_Nd: torch.Tensor, y_Nm: torch.Tensor) -> tuple[torch.Tensor, torch
     return total(gram), total(cross)
 
 
+def count_of_all(rows: torch.Tensor) -> torch.Tensor:
+    """The number of rows of all processes, float32 `[]`."""
+    return total(torch.tensor(float(len(rows)), device=rows.device))
+
+
 def ridge_weights(gram_dd: torch.Tensor, cross_dm: torch.Tensor, penalty: float) -> torch.Tensor:
     """The weights `[d, m]` of ridge regression, from `x^T x` and `x^T y`.
 
@@ -82,18 +87,13 @@ def separating_unit(
     The direction is that of linear discriminant analysis. Where the two overlap, it is 20 at the
     rows in `apart` all the same, and above 0 at some of the others, too.
     """
-    count, apart_count = (
-        total(torch.tensor(float(len(rows)), device=x_Nd.device)) for rows in (x_Nd, apart_Sd)
-    )
+    count = count_of_all(x_Nd)
     mean_d = total(x_Nd.sum(0)) / count
-    apart_d = total(apart_Sd.sum(0)) / apart_count
+    apart_d = total(apart_Sd.sum(0)) / count_of_all(apart_Sd)
     centred_Nd = x_Nd - mean_d
     gram_dd, _ = moments(centred_Nd, centred_Nd[:, :1])
-    direction_d = (
-        ridge_weights(gram_dd / count, (apart_d - mean_d).double()[:, None], 0.1)
-        .squeeze(1)
-        .to(x_Nd)
-    )
+    apart_d1 = (apart_d - mean_d).double()[:, None]
+    direction_d = ridge_weights(gram_dd / count, apart_d1, 0.1).squeeze(1).to(x_Nd)
     others_N = rows_of_all(centred_Nd @ direction_d)
     apart_S = rows_of_all((apart_Sd - mean_d) @ direction_d)
     low = apart_S.min()
@@ -156,7 +156,7 @@ def fit_scores(
             alone. It is 0 at the rows of `x`. None: no token has to.
     """
     units = hidden.out_features - (always_Sd is not None and hidden.out_features > 1)
-    count = total(torch.tensor(float(len(x_Nd)), device=x_Nd.device))
+    count = count_of_all(x_Nd)
     mean_d = total(x_Nd.sum(0)) / count
     centred_Nd = x_Nd - mean_d
     gram_dd, cross_d1 = moments(centred_Nd, y_N[:, None])
@@ -173,10 +173,8 @@ def fit_scores(
     means_u = total(features_Nu.sum(0)) / count
     features_Nu = features_Nu - means_u
     spreads_u = (total(features_Nu.square().sum(0)) / count).sqrt().clamp(min=1e-30)
-    weights_u = (
-        ridge_weights(*moments(features_Nu / spreads_u, y_N[:, None]), _PENALTY).squeeze(1).to(x_Nd)
-        / spreads_u
-    )
+    scaled_u1 = ridge_weights(*moments(features_Nu / spreads_u, y_N[:, None]), _PENALTY)
+    weights_u = scaled_u1.squeeze(1).to(x_Nd) / spreads_u
     for part in (hidden.weight, hidden.bias, score.weight):
         part.zero_()
     hidden.weight[:units] = directions_du.T

@@ -101,11 +101,7 @@ class Soft(Rule):
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
         if not context.weighs:
             return super().decide(scores, context)
-        if context.real is None:
-            mask = torch.ones_like(scores, dtype=torch.bool)
-        else:
-            mask = context.real
-        return mask, context.probs
+        return _all_if_none(context.real, scores), context.probs
 
 
 class TopK(Rule):
@@ -117,12 +113,9 @@ class TopK(Rule):
     compares = False
 
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
-        real = None
-        if context.real is not None:
-            real = context.real.flatten(1)
-        return topk_mask(scores.detach().flatten(1), context.budget, real).view(
-            scores.shape
-        ), context.probs
+        real = None if context.real is None else context.real.flatten(1)
+        mask = topk_mask(scores.detach().flatten(1), context.budget, real)
+        return mask.view(scores.shape), context.probs
 
 
 class Gumbel(Rule):
@@ -134,10 +127,8 @@ class Gumbel(Rule):
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
         # a sequence is decided once
         drawn = scores[:, :1] if context.per_sequence else scores
-        noise = (
-            torch.empty_like(drawn).exponential_().log()
-            - torch.empty_like(drawn).exponential_().log()
-        )
+        first = torch.empty_like(drawn).exponential_().log()
+        noise = first - torch.empty_like(drawn).exponential_().log()
         scores = scores + context.temperature * noise
         probs = torch.sigmoid((scores - context.threshold) / context.temperature)
         return super().decide(scores, replace(context, probs=probs))
@@ -165,10 +156,9 @@ class Running(Rule):
 
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
         assert context.expected is not None and context.share is not None
-        if context.real is None:
-            known = scores.detach()
-        else:
-            known = scores.detach().masked_fill(~context.real, torch.nan)
+        known = scores.detach()
+        if context.real is not None:
+            known = known.masked_fill(~context.real, torch.nan)
         higher, count = ranks_among_earlier(known, context.earlier)
         mask = _PRIOR * context.expected + higher < context.share * (_PRIOR + count)
         return mask & ~known.isnan(), context.probs
@@ -199,6 +189,11 @@ RULES: dict[str, Rule] = {
     "running": Running(),
     "static": Static(),
 }
+
+
+def _all_if_none(mask: Tensor | None, like: Tensor) -> Tensor:
+    """`mask`; None stands for a bool mask, in the shape of `like`, that is true everywhere."""
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask
 
 
 def selections() -> tuple[str, ...]:
@@ -239,19 +234,14 @@ def topk_mask(
     Returns:
         Bool `[B, T]`.
     """
-    if token_mask_BT is None:
-        real = torch.ones_like(scores_BT, dtype=torch.bool)
-    else:
-        real = token_mask_BT
+    real = _all_if_none(token_mask_BT, scores_BT)
     count_B = budget_count(budget, real.sum(dim=-1))
     eligible = real & ~scores_BT.isnan()
     # Stable sorts, least significant key first: by score, then eligible tokens before the others.
-    order = scores_BT.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argsort(
-        dim=-1, descending=True, stable=True
-    )
-    order = order.gather(
-        -1, eligible.gather(-1, order).to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    )
+    known = scores_BT.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    order = known.argsort(dim=-1, descending=True, stable=True)
+    first = eligible.gather(-1, order).to(torch.int8)
+    order = order.gather(-1, first.argsort(dim=-1, descending=True, stable=True))
     positions = torch.arange(scores_BT.shape[-1], device=scores_BT.device).expand_as(order)
     rank = torch.empty_like(order).scatter_(-1, order, positions)
     return (rank < count_B[..., None]) & eligible
@@ -298,9 +288,7 @@ def threshold_mask(
     Bool `[B, T]`.
     """
     mask = scores_BT >= threshold
-    if token_mask_BT is None:
-        return mask
-    return mask & token_mask_BT
+    return mask if token_mask_BT is None else mask & token_mask_BT
 
 
 def tail_mask(
@@ -313,10 +301,7 @@ def tail_mask(
         count: At least 1.
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
     """
-    if token_mask is None:
-        real = torch.ones_like(ends)
-    else:
-        real = token_mask
+    real = _all_if_none(token_mask, ends)
     behind = real.flip(1).cumsum(1)  # from right to left: the real tokens from here on
     behind_the_end = torch.where(ends.flip(1), behind, 0).cummax(1).values
     # Rows after the last end are of no sequence.
