@@ -124,19 +124,16 @@ class SkippingLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.keep is not None:
-            self._take(
-                torch.arange(len(self.keep), device=self.keep.device).repeat_interleave(repeats)
-            )
+            indices = torch.arange(len(self.keep), device=self.keep.device)
+            self._take(indices.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._take(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` positions; a positive number is the length to leave."""
-        if tokens_to_remove > 0:
-            self.length = min(self.length, tokens_to_remove)
-        else:
-            self.length = self.length + tokens_to_remove
+        left = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
+        self.length = min(self.length, left)
         if self.length == 0:  # the next tokens are a prompt
             self.reset()
         if self.keys is not None and self.values is not None and self.is_initialized:
@@ -186,12 +183,10 @@ def starts_prompt(kwargs: dict[str, Any], length: int) -> bool:
     if is_paged(kwargs):
         return length > 1 and int(kwargs.get("max_length_q", length)) > 1
     layers = getattr(kwargs.get("past_key_values"), "layers", None)
-    first = None
-    if layers:
-        first = layers[0]
-    if first is None or (
-        getattr(first, "keys", None) is None and not isinstance(first, SkippingLayer)
-    ):
+    if not layers:
+        return True
+    first = layers[0]
+    if getattr(first, "keys", None) is None and not isinstance(first, SkippingLayer):
         return True
     if isinstance(first, DynamicLayer) or first.keys.device.type == "cpu":
         return int(first.get_seq_length()) == 0
@@ -242,10 +237,8 @@ def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
     last = tokens[:, -1:]
     grows = isinstance(layer, DynamicLayer)
     if grows:
-        if held is None:
-            layer.tokens = tokens
-        else:
-            layer.tokens = torch.cat([held.to(tokens.device), tokens], dim=1)
+        before = [] if held is None else [held.to(tokens.device)]
+        layer.tokens = torch.cat([*before, tokens], dim=1)
     elif held is not None and held.shape == last.shape:
         held.copy_(last)
         layer.seen.add_(tokens.shape[1])
@@ -269,9 +262,7 @@ def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
     layer = cache_layer(cache, index)
     tokens: torch.Tensor | None = getattr(layer, "tokens", None)
     seen: torch.Tensor | None = getattr(layer, "seen", None)
-    known = 0
-    if tokens is not None:
-        known = tokens.shape[1]
+    known = 0 if tokens is None else tokens.shape[1]
     if seen is None:
         missing = layer is not None and layer.get_seq_length() != known
     else:
@@ -327,10 +318,8 @@ def remember_scores(cache: Any, index: int, scores: torch.Tensor) -> None:
 
 def kv_cache_bytes(cache: Any) -> int:
     """Bytes of keys and values that a transformers cache holds."""
-    parts = [
-        part for layer in cache.layers for part in (layer.keys, layer.values) if part is not None
-    ]
-    return sum(part.numel() * part.element_size() for part in parts)
+    parts = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
 def _change_kept(
@@ -358,9 +347,8 @@ def _keeping_layer(cache: Any, index: int) -> Any:
 @functools.cache
 def _keeping(base: Any) -> Any:
     """The subclass of a cache layer's class that keeps more than keys and values."""
-    return type(
-        base.__name__, (_Keeping, base), {"_layer_type": None, "__module__": base.__module__}
-    )
+    held = {"_layer_type": None, "__module__": base.__module__}
+    return type(base.__name__, (_Keeping, base), held)
 
 
 def _empty_layer(base: Any) -> Any:

@@ -59,11 +59,8 @@ def support_table() -> list[Support]:
     for name in sorted(FAMILIES):
         config: Any = AutoConfig.for_model(name)
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-        variants = [
-            (variant, row_of({"model_type": name} | fields))
-            for variant, fields, _ in VARIANTS.get(name, ())
-        ]
-        for variant, row in [("", FAMILIES[name]), *variants]:
+        for variant, fields, _ in (("", {}, {}), *VARIANTS.get(name, ())):
+            row = row_of({"model_type": name} | fields)
             known = row.queries is not None
             support = Support(
                 family=name,

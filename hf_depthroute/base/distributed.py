@@ -83,7 +83,5 @@ def own_share(count: int) -> slice:
 def own_rows(count: int) -> tuple[slice, int]:
     """Where the `count` rows of this process lie among those of all, and how many there are."""
     counts = each_of_all(count)
-    before = 0
-    if _shares():
-        before = sum(counts[: dist.get_rank()])
+    before = sum(counts[: dist.get_rank()]) if _shares() else 0
     return slice(before, before + count), sum(counts)

@@ -93,20 +93,15 @@ class Family:
         if self.parallel:
             return "parallel"
         if self.ffn_post_norm is not None:
-            if self.ffn_norm is None:
-                return "post-norm"
-            return "sandwich"
-        if self.residual_scale is None:
-            return "sequential"
-        return "scaled"
+            return "post-norm" if self.ffn_norm is None else "sandwich"
+        return "sequential" if self.residual_scale is None else "scaled"
 
     @property
     def dropouts(self) -> tuple[str, ...]:
         """The dropout modules of a layer; at inference they do nothing,
         unless something watches them."""
-        return tuple(
-            name for name in (self.attention_dropout, self.ffn_dropout) if name is not None
-        )
+        names = (self.attention_dropout, self.ffn_dropout)
+        return tuple(name for name in names if name is not None)
 
     @property
     def plain(self) -> bool:
@@ -325,9 +320,7 @@ def find_decoder(model: nn.Module, family: Family) -> nn.Module:
         if isinstance(each, nn.ModuleList) and each and hasattr(each[0], family.ffn)
     ]
     if len(found) > 1:  # of a model of images and text: not the encoder's
-        found = [
-            m for m in found if getattr(getattr(m, "config", None), "model_type", None) in FAMILIES
-        ]
+        found = [m for m in found if field_of(getattr(m, "config", None), "model_type") in FAMILIES]
     if len(found) != 1:
         raise UnsupportedModelError(
             f"{type(model).__name__}: expected one stack of decoder layers named "

@@ -70,9 +70,8 @@ class LMHead:
 
     def token_losses(self, rows_Nd: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         """`token_losses` of the logits of `rows_Nd`, which never exist all at one time."""
-        return torch.cat(
-            [token_losses(self(rows), targets) for rows, targets in self.chunks(rows_Nd, targets_N)]
-        )
+        pieces = self.chunks(rows_Nd, targets_N)
+        return torch.cat([token_losses(self(rows), targets) for rows, targets in pieces])
 
 
 def logits_at(model: Any, batch: Mapping[str, Any], wanted_BT: torch.Tensor) -> torch.Tensor:
@@ -142,9 +141,8 @@ def logit_change(model: nn.Module) -> tuple[str, float] | None:
     """The model's change to its LM head's output,
     `("multiply" | "divide" | "softcap", value)`, or None."""
     row = stack_of(model).family.logits
-    value = None
-    if row is not None:
-        value = getattr(text_config(model.config), row[1], None)
-    if row is None or value is None:
+    if row is None:
         return None
-    return row[0], float(value)
+    kind, field = row
+    value = getattr(text_config(model.config), field, None)
+    return None if value is None else (kind, float(value))

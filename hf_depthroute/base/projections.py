@@ -70,14 +70,11 @@ class Projections:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`[B, T, d] -> [B, T, G, k]` twice, before the rotary embedding; and,
         where it came with them, the query's."""
-        *queries, keys, values = self.project(
-            attention, x, "qkv" if self.whole(attention) else "kv"
-        )
-        return (
-            self.heads(attention, keys, "k"),
-            self.heads(attention, values, "v"),
-            next(iter(queries), None),
-        )
+        names = "qkv" if self.whole(attention) else "kv"
+        *queries, keys, values = self.project(attention, x, names)
+        keys = self.heads(attention, keys, "k")
+        values = self.heads(attention, values, "v")
+        return keys, values, next(iter(queries), None)
 
 
 def _separate(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
@@ -114,12 +111,7 @@ def _by_heads(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Ten
     if names == "qkv":
         queries, keys, values = fused(x).unflatten(-1, (-1, 3, width)).unbind(-2)
         return queries.flatten(-2), keys, values
-    if names == "q":
-        start = 0
-        stop = 1
-    else:
-        start = 1
-        stop = 3
+    start, stop = (0, 1) if names == "q" else (1, 3)
     rows = x.reshape(1, -1, x.shape[-1])
     # [H, n k, d], a view
     weight = fused.weight.view(-1, 3 * width, x.shape[-1])[:, start * width : stop * width]

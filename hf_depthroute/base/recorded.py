@@ -44,9 +44,8 @@ def is_recorded(*names: str) -> bool:
 def unrecorded(name: str) -> Iterator[None]:
     """In this block `name` is not recorded, everything else is."""
     recorded = output_capturing._active_collector.get() or {}
-    token = output_capturing._active_collector.set(
-        {key: kept for key, kept in recorded.items() if key != name}
-    )
+    others = {key: kept for key, kept in recorded.items() if key != name}
+    token = output_capturing._active_collector.set(others)
     try:
         yield
     finally:

@@ -23,13 +23,8 @@ Kwargs = dict[str, Any]  # keyword arguments of a decoder layer
 def norm_of(layer: torch.nn.Module, family: Family, part: str) -> RowMap:
     """The norm before `part`, `"attention"` or `"ffn"`; where there is none,
     a map that changes nothing."""
-    if part == "ffn":
-        name = family.ffn_norm
-    else:
-        name = family.attention_norm
-    if name is None:
-        return lambda x: x
-    return getattr(layer, name)
+    name = getattr(family, f"{part}_norm")
+    return (lambda x: x) if name is None else getattr(layer, name)
 
 
 def attention_update(
@@ -43,39 +38,29 @@ def attended(
     layer: torch.nn.Module, family: Family, target: torch.Tensor, read: torch.Tensor, kwargs: Kwargs
 ) -> torch.Tensor:
     """`target` and the attention's update from the stream `read`, `[B, T, d]`."""
-    return target + attention_update(
-        layer, family, norm_of(layer, family, "attention")(read), kwargs
-    )
+    normed = norm_of(layer, family, "attention")(read)
+    return target + attention_update(layer, family, normed, kwargs)
 
 
 def ffn_map(layer: torch.nn.Module, family: Family) -> RowMap:
     """From what the FFN reads to what it adds to the stream: `[..., n, d] -> [..., n, d]`."""
     ffn = getattr(layer, family.ffn)
-    if (
-        family.ffn_post_norm is None
-        and family.ffn_dropout is None
-        and family.residual_scale is None
-    ):
-        return ffn
-    return lambda x: behind(layer, family, "ffn", ffn(x))
+    if family.ffn_post_norm or family.ffn_dropout or family.residual_scale:
+        return lambda x: behind(layer, family, "ffn", ffn(x))
+    return ffn
 
 
 def router_of(layer: torch.nn.Module, family: Family) -> torch.nn.Module | None:
     """The router of a layer's experts, `[N, d] -> (logits [N, E], weights, chosen)`;
     None if the layer has none."""
     ffn = getattr(layer, family.ffn)
-    if hasattr(ffn, family.experts):
-        return ffn.gate
-    return None
+    return ffn.gate if hasattr(ffn, family.experts) else None
 
 
 def behind(layer: torch.nn.Module, family: Family, part: str, update: torch.Tensor) -> torch.Tensor:
     """A sublayer's output as it is added to the stream: normed, dropped out, scaled,
     whichever its family does."""
-    names = (family.attention_post_norm, family.attention_dropout)
-    if part == "ffn":
-        names = (family.ffn_post_norm, family.ffn_dropout)
-    for name in names:
+    for name in (getattr(family, f"{part}_post_norm"), getattr(family, f"{part}_dropout")):
         if name is not None:
             update = getattr(layer, name)(update)
     if family.residual_scale is None:
@@ -90,18 +75,10 @@ def template_norm(layer: torch.nn.Module, family: Family, part: str) -> tuple[An
     Before `part` where there is one. A norm after it is of the right kind, but scales something
     else.
     """
-    if part == "ffn":
-        front = family.ffn_norm
-    else:
-        front = family.attention_norm
+    front = getattr(family, f"{part}_norm")
     if front is not None:
         return getattr(layer, front), True
-    if part == "ffn":
-        back = family.ffn_post_norm
-    else:
-        back = family.attention_post_norm
-    assert back is not None
-    return getattr(layer, back), False
+    return getattr(layer, getattr(family, f"{part}_post_norm")), False
 
 
 def width_of(layer: torch.nn.Module, family: Family) -> int:

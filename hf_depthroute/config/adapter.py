@@ -67,16 +67,12 @@ def renumber(config: DepthRouteConfig, places: Mapping[int, int]) -> None:
     if config.dropped_experts is not None:
         config.dropped_experts = [config.dropped_experts[at] for at in remaining]
     config.layers = [places[layers[at]] for at in remaining]
-    config.static_layers = [
-        places[index] for index in config.static_layers or () if index in places
-    ] or None
+    static = [places[index] for index in config.static_layers or () if index in places]
+    config.static_layers = static or None
     for field in (*PATTERNS, "share_shifts"):
         pattern = getattr(config, field) or {}
-        setattr(
-            config,
-            field,
-            {places[index]: value for index, value in pattern.items() if index in places} or None,
-        )
+        kept = {places[index]: value for index, value in pattern.items() if index in places}
+        setattr(config, field, kept or None)
 
 
 def register_peft_type() -> Any:

@@ -18,9 +18,25 @@ if TYPE_CHECKING:
 def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
     """Conflicts between the fields of a configuration whose defaults are filled in,
     one line each."""
+    yield from _conflicts_of_target(c)
+    yield from _conflicts_of_experts(c)
+    yield from _conflicts_of_static(c)
+    yield from _conflicts_of_layers(c)
+    yield from _conflicts_of_branch(c)
+    yield from _conflicts_of_memory(c)
+    yield from _conflicts_of_rules(c)
+
+
+def _by_token(c: DepthRouteConfig) -> bool:
+    """Whether a decision is about one token, and not about a pair or a table."""
+    target = TARGETS[c.target]
+    return c.granularity == "token" and not (target.per_pair or target.reads_ids)
+
+
+def _conflicts_of_target(c: DepthRouteConfig) -> Iterator[str]:
+    """Conflicts between what is decided about, and the gate."""
     gate = GATES[c.gate]
     target = TARGETS[c.target]
-    by_token = c.granularity == "token" and not (target.per_pair or target.reads_ids)
     for name, value in target.fixed.items():
         if getattr(c, name) != value:
             yield (
@@ -40,7 +56,12 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
         yield (
             f"granularity={c.granularity!r} is not supported with target={c.target!r}; use {known}"
         )
-    if target.per_pair:
+
+
+def _conflicts_of_experts(c: DepthRouteConfig) -> Iterator[str]:
+    """Conflicts of the target `"experts"`."""
+    gate = GATES[c.gate]
+    if TARGETS[c.target].per_pair:
         if not gate.scores_experts:
             scoring = ", ".join(name for name in GATES if GATES[name].scores_experts)
             yield f"gate={c.gate!r} cannot score experts; use one of: {scoring}"
@@ -51,36 +72,44 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
                 "scale_by_gate and causal_rule='predictor' are not supported with "
                 f"target={c.target!r}"
             )
-        if (
-            c.dropped_experts is not None
-            and isinstance(c.layers, (list, tuple))
-            and list(c.layers) != sorted(c.layers)
-        ):
+        listed = c.dropped_experts is not None and isinstance(c.layers, (list, tuple))
+        if listed and list(c.layers or ()) != sorted(c.layers or ()):
             yield (
                 f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one "
                 "list for each of them"
             )
     elif c.dropped_experts is not None:
         yield "dropped_experts goes with target='experts' and gate='none'"
-    if c.static_layers is not None:
-        if not by_token:
-            yield (
-                f"static_layers is not supported with target={c.target!r} per {c.granularity}; "
-                "use ffn, attention or block per token"
-            )
-        if gate.static or gate.exits:
-            if gate.static:
-                instead = "all routed layers are static"
-            else:
-                instead = "who has left stays out of all later layers"
-            yield f"static_layers is not supported with gate={c.gate!r}: {instead}"
-        if not c.takes_budget():
-            yield (
-                "static_layers needs thresholds that follow the budget: threshold='budget', "
-                "causal_rule='quantile'"
-            )
-    yield from _conflicts_of_layers(c)
-    if c.branch == "memory" and not by_token:
+
+
+def _conflicts_of_static(c: DepthRouteConfig) -> Iterator[str]:
+    """Conflicts of `static_layers`."""
+    gate = GATES[c.gate]
+    if c.static_layers is None:
+        return
+    if not _by_token(c):
+        yield (
+            f"static_layers is not supported with target={c.target!r} per {c.granularity}; "
+            "use ffn, attention or block per token"
+        )
+    if gate.static:
+        instead = "all routed layers are static"
+        yield f"static_layers is not supported with gate={c.gate!r}: {instead}"
+    if gate.exits:
+        instead = "who has left stays out of all later layers"
+        yield f"static_layers is not supported with gate={c.gate!r}: {instead}"
+    if not c.takes_budget():
+        yield (
+            "static_layers needs thresholds that follow the budget: threshold='budget', "
+            "causal_rule='quantile'"
+        )
+
+
+def _conflicts_of_branch(c: DepthRouteConfig) -> Iterator[str]:
+    """Conflicts of the branch, and of gates that scale it."""
+    gate = GATES[c.gate]
+    target = TARGETS[c.target]
+    if c.branch == "memory" and not _by_token(c):
         yield (
             "branch='memory' looks up what ends at a token; it is not supported with "
             f"target={c.target!r} per {c.granularity}; use ffn, attention or block per token"
@@ -97,6 +126,10 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
             f"scale_by_gate is not supported with gate={c.gate!r}, which scales FFN and branch "
             "itself; leave it out"
         )
+
+
+def _conflicts_of_memory(c: DepthRouteConfig) -> Iterator[str]:
+    """Conflicts of the sizes of a memory."""
     if c.has_memory:
         hashes = hash_count(c)
         if c.memory_slots < LEAST_SLOTS * hashes:
@@ -107,6 +140,11 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
         for name in MEMORY_FIELDS:
             if getattr(c, name) != getattr(RoutingFields, name):
                 yield f"{name}={getattr(c, name)!r} goes with target={reading} or branch='memory'"
+
+
+def _conflicts_of_rules(c: DepthRouteConfig) -> Iterator[str]:
+    """Conflicts of what decides, in training and in inference."""
+    gate = GATES[c.gate]
     if c.selection == "topk" and (c.granularity == "sequence" or c.budget_scope == "global"):
         yield (
             "selection='topk' ranks the tokens of one sequence in one layer; use 'threshold' or "
@@ -114,9 +152,8 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
         )
     if gate.selections and c.selection not in gate.selections:
         yield f"selection={c.selection!r}: {gate.called} trains with {_any_of(gate.selections)}"
-    if c.causal_rule == "running" and not (
-        c.takes_budget() and by_token and not (gate.exits or gate.soft)
-    ):
+    ranked = c.takes_budget() and _by_token(c) and not (gate.exits or gate.soft)
+    if c.causal_rule == "running" and not ranked:
         yield (
             "causal_rule='running' ranks the scores of single tokens by a budget; it goes with a "
             "gate that takes one, threshold='budget', granularity='token' and target='ffn', "

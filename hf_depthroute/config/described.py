@@ -80,9 +80,7 @@ class AdapterFields(RoutingFields):
     def fixed_threshold(self) -> float | None:
         """The score that every routed layer compares with;
         None if the layer's own table gives it."""
-        if isinstance(self.threshold, str):
-            return None
-        return self.threshold
+        return None if isinstance(self.threshold, str) else self.threshold
 
     @property
     def last_in_full(self) -> int:
@@ -92,9 +90,7 @@ class AdapterFields(RoutingFields):
 
     def gate_of(self, layer_index: int) -> str:
         """The gate of a routed layer: `"none"` in a static one."""
-        if layer_index in (self.static_layers or ()):
-            return "none"
-        return self.gate
+        return "none" if layer_index in (self.static_layers or ()) else self.gate
 
     def target_of(self, layer_index: int) -> str:
         """The target of a routed layer."""
@@ -122,11 +118,8 @@ class AdapterFields(RoutingFields):
 
     def gated_layers(self) -> list[int]:
         """The routed layers that are not static, of an injected adapter."""
-        return [
-            index
-            for index in cast("list[int]", self.layers)
-            if index not in (self.static_layers or ())
-        ]
+        routed = cast("list[int]", self.layers)
+        return [index for index in routed if index not in (self.static_layers or ())]
 
     def share_of_all(self, depth: int, share: float) -> float:
         """The share of all `depth` layers' calls that runs in full,
@@ -164,18 +157,13 @@ class AdapterFields(RoutingFields):
     @property
     def inference_rule(self) -> str:
         """The row of `RULES` by which inference decides."""
-        if self.causal_rule == "quantile":
-            return "threshold"
-        return self.causal_rule
+        return "threshold" if self.causal_rule == "quantile" else self.causal_rule
 
     def ranks_tokens(self) -> bool:
         """Whether top-k over the tokens of a sequence is a rule for this adapter."""
         gate = GATES[self.gate]
-        return (
-            self.granularity == "token"
-            and self.budget_scope == "layer"
-            and not (gate.exits or gate.static)
-        )
+        by_token = self.granularity == "token" and self.budget_scope == "layer"
+        return by_token and not (gate.exits or gate.static)
 
     def _fill_in(self) -> None:
         """The defaults that depend on other fields; the saved configuration holds
@@ -191,12 +179,10 @@ class AdapterFields(RoutingFields):
             # A saved threshold of None comes with its selection, and stays.
             if self.threshold is None:
                 self.threshold = gate.default_threshold
+            self.selection = gate.default_selection
             ranked = self.granularity == "token" and self.budget_scope == "layer"
-            unranked = gate.default_selection == "topk" and not ranked
-            if unranked:
+            if self.selection == "topk" and not ranked:
                 self.selection = "threshold"
-            else:
-                self.selection = gate.default_selection
 
     def routed_layers(self, depth: int) -> list[int]:
         """Indices of the routed layers of a model with `depth` decoder layers, ascending.
@@ -261,9 +247,8 @@ class AdapterFields(RoutingFields):
         saved = saved | {"library_version": __version__, "weights_hash": None}
         # Fields that older versions do not have are left out where nothing uses them: so these read
         # what they can run.
-        unused = [
-            name for name in ("static_layers", "prompt_tail", *PATTERNS) if saved[name] is None
-        ]
+        newer = ("static_layers", "prompt_tail", *PATTERNS)
+        unused = [name for name in newer if saved[name] is None]
         if self.phases == "all":
             unused.append("phases")
         if self.causal_rule != "running" or self.share_shifts is None:
@@ -312,8 +297,8 @@ def check_task(task_type: Any) -> None:
 
 def _by_index(pattern: Any) -> Any:
     """A pattern with integers for keys, in ascending order; JSON has text."""
-    if not isinstance(pattern, dict) or not all(
-        re.fullmatch(r"[0-9]{1,5}", str(key)) for key in pattern
-    ):
+    if not isinstance(pattern, dict):
+        return pattern
+    if not all(re.fullmatch(r"[0-9]{1,5}", str(key)) for key in pattern):
         return pattern
     return dict(sorted((int(key), value) for key, value in pattern.items())) or None

@@ -42,9 +42,8 @@ def with_help(owner: Owner) -> Owner:
     for field in fields(owner):
         if field.name in entries:
             sentence = re.split(r"\.\s", " ".join(entries[field.name].split()) + " ")[0]
-            field.metadata = MappingProxyType(
-                {**field.metadata, "help": re.sub('`"|"`|`', "", sentence) + "."}
-            )
+            said = re.sub('`"|"`|`', "", sentence) + "."
+            field.metadata = MappingProxyType({**field.metadata, "help": said})
     return owner
 
 

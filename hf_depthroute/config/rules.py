@@ -54,6 +54,14 @@ _INTEGERS = {
 _VERSION = re.compile(r"[A-Za-z0-9.+:_-]{1,128}")
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,255}")
+# Fields that are text where they are set: with the most characters, or in a form.
+_TEXTS = {"base_model_name_or_path": 4096, "revision": 256, "peft_version": 256}
+_FORMS = {
+    "library_version": _VERSION,
+    "weights_hash": _VERSION,
+    "gate_package": _PACKAGE,
+    "gate_module": _MODULE,
+}
 _AS_SAVED = "must be what a save wrote"
 _LAYER_RULE = re.compile(r"(last|every|before_last):([1-9][0-9]{0,3})|(before_last|last):half|all")
 
@@ -77,12 +85,8 @@ def check_budget(budget: Any) -> float:
 def check_static(static: list[int] | None, routed: list[int]) -> None:
     """Raise `ConfigError` unless the static layers are some of the routed ones, and not all."""
     outside = min(set(static or ()).difference(routed), default=None)
-    require(
-        outside is None,
-        "static_layers",
-        static,
-        f"must be routed layers, and layer {outside} is none",
-    )
+    what = f"must be routed layers, and layer {outside} is none"
+    require(outside is None, "static_layers", static, what)
     what = "are all of the routed layers; use gate='none'"
     require(static is None or len(static) < len(routed), "static_layers", static, what)
 
@@ -90,13 +94,10 @@ def check_static(static: list[int] | None, routed: list[int]) -> None:
 def check_patterns(c: DepthRouteConfig, routed: list[int]) -> None:
     """Raise `ConfigError` unless the layers that patterns name are routed."""
     for name in PATTERNS:
-        outside = min(set(getattr(c, name) or ()).difference(routed), default=None)
-        require(
-            outside is None,
-            name,
-            getattr(c, name),
-            f"must name routed layers, and layer {outside} is none",
-        )
+        pattern = getattr(c, name)
+        outside = min(set(pattern or ()).difference(routed), default=None)
+        what = f"must name routed layers, and layer {outside} is none"
+        require(outside is None, name, pattern, what)
 
 
 def check_phases(phases: Any, granularity: str, target: str) -> str:
@@ -109,12 +110,8 @@ def check_phases(phases: Any, granularity: str, target: str) -> str:
     )
     require(phases == "all" or granularity == "token", "phases", phases, what)
     always = TARGETS[target].fixed.get("phases", phases)
-    require(
-        phases == always,
-        "phases",
-        phases,
-        f"is not for target={target!r}, where it is always {always!r}",
-    )
+    what = f"is not for target={target!r}, where it is always {always!r}"
+    require(phases == always, "phases", phases, what)
     return str(phases)
 
 
@@ -123,11 +120,9 @@ def check_known(given: dict[str, Any], known: list[str]) -> None:
     _check_format(given.get("format_version", FORMAT_VERSION), given.get("library_version"))
     for name in given:
         if name not in known:
-            close = closest(str(name), known)
-            if close:
+            hint = "was it saved by a newer version? Then upgrade."
+            if close := closest(str(name), known):
                 hint = f"did you mean {close}?"
-            else:
-                hint = "was it saved by a newer version? Then upgrade."
             hint = OTHER_METHODS.get(str(name), hint)
             raise ConfigError(f"there is no field {reprlib.repr(name)} in DepthRouteConfig; {hint}")
 
@@ -136,10 +131,7 @@ def _check_format(version: Any, library: Any) -> None:
     _check_int("format_version", version, 1, 1_000_000)
     if version > FORMAT_VERSION:
         known = isinstance(library, str) and _VERSION.fullmatch(library)
-        if known:
-            needed = f"hf_depthroute {library}"
-        else:
-            needed = "a newer one"
+        needed = f"hf_depthroute {library}" if known else "a newer one"
         raise ConfigError(
             f"format_version={version}: hf_depthroute reads up to {FORMAT_VERSION} here; upgrade: "
             f"{needed} saved this"
@@ -150,30 +142,15 @@ def check_given(c: DepthRouteConfig) -> None:
     """Check each field alone, before dependent defaults are filled in;
     no field may name code to import."""
     _check_format(c.format_version, c.library_version)
-    for name, longest in (
-        ("base_model_name_or_path", 4096),
-        ("revision", 256),
-        ("peft_version", 256),
-    ):
+    for name, longest in _TEXTS.items():
         value = getattr(c, name)
-        fits = value is None or (
-            isinstance(value, str) and len(value) <= longest and "\0" not in value
-        )
-        require(fits, name, value, f"must be text of at most {longest} characters")
-    forms = {
-        "library_version": _VERSION,
-        "weights_hash": _VERSION,
-        "gate_package": _PACKAGE,
-        "gate_module": _MODULE,
-    }
-    for name, form in forms.items():
+        fits = isinstance(value, str) and len(value) <= longest and "\0" not in value
+        what = f"must be text of at most {longest} characters"
+        require(value is None or fits, name, value, what)
+    for name, form in _FORMS.items():
         value = getattr(c, name)
-        require(
-            value is None or (isinstance(value, str) and form.fullmatch(value)),
-            name,
-            value,
-            _AS_SAVED,
-        )
+        fits = isinstance(value, str) and form.fullmatch(value) is not None
+        require(value is None or fits, name, value, _AS_SAVED)
     for name in ("inference_mode", "scale_by_gate"):
         require(isinstance(getattr(c, name), bool), name, getattr(c, name), "must be true or false")
     modules: Any = c.modules_to_save
@@ -186,35 +163,33 @@ def check_given(c: DepthRouteConfig) -> None:
             "named; set task_type"
         )
     base: Any = c.base_architecture
-    described = base is None or (
-        isinstance(base, dict) and len(base) <= 16 and all(isinstance(k, str) for k in base)
-    )
+    few = isinstance(base, dict) and len(base) <= 16
+    described = base is None or (few and all(isinstance(key, str) for key in base))
     require(described, "base_architecture", base, _AS_SAVED)
     _check_gate(c)
-    for name in PATTERNS:
-        pattern = getattr(c, name)
-        values = CHOICES.get(name.removesuffix("_pattern"))
-        mapped = pattern is None or (
-            isinstance(pattern, dict) and pattern and _are_indices([*pattern], 4096)
-        )
-        require(mapped, name, pattern, "must map layer indices to values, or be left out")
-        for value in (pattern or {}).values():
-            if values is None:
-                fits = _is_int(value, 1, 262144)
-                known = "an integer from 1 to 262144"
-            else:
-                fits = value in list(values)
-                known = f"one of: {', '.join(values)}"
-            require(fits, name, pattern, f"has {reprlib.repr(value)}; use {known}")
-    shifts = c.share_shifts
-    mapped = shifts is None or (
-        isinstance(shifts, dict) and shifts and _are_indices([*shifts], 4096)
-    )
-    require(mapped, "share_shifts", shifts, _AS_SAVED)
-    for shift in (shifts or {}).values():
-        _check_number("share_shifts", shift, low=-100.0, high=100.0)
+    _check_by_layer(c)
     for name, allowed in CHOICES.items():
         _check_choice(name, getattr(c, name), allowed)
+
+
+def _check_by_layer(c: DepthRouteConfig) -> None:
+    """The fields that map indices of layers to values."""
+    for name in PATTERNS:
+        pattern = getattr(c, name)
+        _check_layers_of(name, pattern, "must map layer indices to values, or be left out")
+        values = CHOICES.get(name.removesuffix("_pattern"))
+        known = "an integer from 1 to 262144" if values is None else f"one of: {', '.join(values)}"
+        for value in (pattern or {}).values():
+            fits = _is_int(value, 1, 262144) if values is None else value in list(values)
+            require(fits, name, pattern, f"has {reprlib.repr(value)}; use {known}")
+    _check_layers_of("share_shifts", c.share_shifts, _AS_SAVED)
+    for shift in (c.share_shifts or {}).values():
+        _check_number("share_shifts", shift, low=-100.0, high=100.0)
+
+
+def _check_layers_of(name: str, pattern: Any, what: str) -> None:
+    mapped = isinstance(pattern, dict) and pattern and _are_indices([*pattern], 4096)
+    require(pattern is None or mapped, name, pattern, what)
 
 
 def check_complete(c: DepthRouteConfig) -> None:
@@ -225,12 +200,8 @@ def check_complete(c: DepthRouteConfig) -> None:
     # Scores divided by it stay finite.
     _check_number("gate_temperature", c.gate_temperature, low=1e-6, high=1e6)
     if isinstance(c.threshold, str):
-        require(
-            c.threshold == "budget",
-            "threshold",
-            c.threshold,
-            "must be a finite number, or 'budget'",
-        )
+        what = "must be a finite number, or 'budget'"
+        require(c.threshold == "budget", "threshold", c.threshold, what)
     elif c.threshold is not None:
         # A float32, with room for differences.
         _check_number("threshold", c.threshold, low=-1e30, high=1e30)
@@ -243,12 +214,8 @@ def check_complete(c: DepthRouteConfig) -> None:
     what = f"must be {rules} or a list of distinct layer indices"
     require(rule or (_are_indices(c.layers, 4096) and c.layers), "layers", c.layers, what)
     static = c.static_layers is None or (_are_indices(c.static_layers, 4096) and c.static_layers)
-    require(
-        static,
-        "static_layers",
-        c.static_layers,
-        "must be a list of distinct layer indices, or left out",
-    )
+    what = "must be a list of distinct layer indices, or left out"
+    require(static, "static_layers", c.static_layers, what)
     if isinstance(c.layers, (list, tuple)):
         check_static(c.static_layers, list(c.layers))
         check_patterns(c, list(c.layers))
@@ -271,9 +238,9 @@ def _is_plain_mapping(mapping: Any) -> bool:
         return False
     library = mapping.get("parent_library")
     names = all(isinstance(value, str) and _MODULE.fullmatch(value) for value in mapping.values())
-    return names and (
-        library is None or library == "transformers" or library.startswith("transformers.models.")
-    )
+    if library is None or library == "transformers":
+        return names
+    return names and library.startswith("transformers.models.")
 
 
 def _check_gate(c: DepthRouteConfig) -> None:
@@ -281,22 +248,13 @@ def _check_gate(c: DepthRouteConfig) -> None:
 
     `gate_package` and `gate_module` are plain text of the file: they are shown, and never imported.
     """
-    if c.gate_module is None or (
-        isinstance(c.gate, str) and c.gate in GATES and module_of(GATES[c.gate]) is not None
-    ):
+    if c.gate_module is None or _is_registered(c.gate):
         _check_choice("gate", c.gate, GATES)
         derives = isinstance(GATES[c.gate], type) and issubclass(GATES[c.gate], Gate)
-        require(
-            derives,
-            "gate",
-            c.gate,
-            "is no subclass of hf_depthroute.parts.gate.Gate; derive its class from it",
-        )
+        what = "is no subclass of hf_depthroute.parts.gate.Gate; derive its class from it"
+        require(derives, "gate", c.gate, what)
         return
-    if c.gate_package is None:
-        package = "no package"
-    else:
-        package = f"the package {c.gate_package}"
+    package = "no package" if c.gate_package is None else f"the package {c.gate_package}"
     raise ConfigError(
         f"gate={reprlib.repr(c.gate)} is not hf_depthroute's own, and nothing has registered it "
         f"here; the file names {package}, module {c.gate_module}: install that if you trust it, "
@@ -304,12 +262,16 @@ def _check_gate(c: DepthRouteConfig) -> None:
     )
 
 
+def _is_registered(gate: Any) -> bool:
+    """Whether another package has added the gate of this name."""
+    return isinstance(gate, str) and gate in GATES and module_of(GATES[gate]) is not None
+
+
 def module_of(gate: Any) -> str | None:
     """The module of a gate that is not hf_depthroute's own; None for those of this package."""
     module: str = gate.__module__
-    if module.partition(".")[0] == __name__.partition(".")[0]:
-        return None
-    return module
+    own = module.partition(".")[0] == __name__.partition(".")[0]
+    return None if own else module
 
 
 @functools.cache
@@ -321,21 +283,16 @@ def package_of(module: str) -> str | None:
 
 def _check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
     # In a list: a value that cannot be hashed is refused like another.
-    require(
-        value in list(allowed), name, value, f"is not supported; use one of: {', '.join(allowed)}"
-    )
+    what = f"is not supported; use one of: {', '.join(allowed)}"
+    require(value in list(allowed), name, value, what)
 
 
 def _check_number(name: str, value: Any, low: float, high: float, low_open: bool = False) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # Comparisons only: math.isfinite raises OverflowError on a large int.
     fits = is_number and low <= value <= high and not (low_open and value == low)
-    require(
-        fits,
-        name,
-        value,
-        f"must be a finite number in {'(' if low_open else '['}{low:g}, {high:g}]",
-    )
+    what = f"must be a finite number in {'(' if low_open else '['}{low:g}, {high:g}]"
+    require(fits, name, value, what)
     return float(value)
 
 

@@ -35,6 +35,7 @@ def decide(
     """
     last = plan.last_tokens
     routed = decided_tokens(plan, token_mask)
+    expected = plan.expected
     mask = None
     probs = torch.sigmoid(scores / plan.temperature)
     if plan.replayed is not None:
@@ -59,8 +60,8 @@ def decide(
             experts=experts,
             dropped=plan.config.experts_dropped_in(layer_index),
             earlier=plan.earlier,
-            expected=None if plan.expected is None else plan.expected.share_above(scores.detach()),
-            share=None if plan.expected is None else plan.expected.share(plan.budget),
+            expected=None if expected is None else expected.share_above(scores.detach()),
+            share=None if expected is None else expected.share(plan.budget),
         )
         # Of a budget of 1, which no score fails to reach.
         rule = "threshold" if plan.rule == "full" else plan.rule
@@ -83,6 +84,4 @@ def decided_tokens(plan: RoutePlan, token_mask: torch.Tensor | None) -> torch.Te
     """
     if plan.last_tokens is None:
         return token_mask
-    if token_mask is None:
-        return ~plan.last_tokens
-    return token_mask & ~plan.last_tokens
+    return ~plan.last_tokens if token_mask is None else token_mask & ~plan.last_tokens

@@ -80,10 +80,8 @@ def routed_lines(model: PeftModel) -> list[str]:
     lines = []
     for name, config in model.peft_config.items():
         if isinstance(config, AdapterFields) and isinstance(config.layers, list):
-            which = (
-                f"{len(config.layers)} of {len(stack_of(base).layers)} layers "
-                f"({ranges(config.layers)})"
-            )
+            depth = len(stack_of(base).layers)
+            which = f"{len(config.layers)} of {depth} layers ({ranges(config.layers)})"
             if config.static_layers:
                 which += f", static {ranges(config.static_layers)}"
             lines.append(f"routed: {which}: {routing_summary(config)}; adapter {name!r}")
@@ -92,8 +90,6 @@ def routed_lines(model: PeftModel) -> list[str]:
 
 def ranges(numbers: list[int]) -> str:
     """`[1, 4, 5, 6]` -> `1, 4-6`."""
-    runs = [
-        [n for _, n in run]
-        for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
-    ]
+    grouped = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    runs = [[n for _, n in run] for _, run in grouped]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -44,17 +44,14 @@ def warn_of_training(
     `active` are the configurations of its active routed layers, `inputs` the ids or embeddings that
     it is called with.
     """
-    training = next(
-        (routing for routing, config in active.items() if _trains(routing, config)), None
-    )
+    trained = (routing for routing, config in active.items() if _trains(routing, config))
+    training = next(trained, None)
     if training is not None:
         if not training.state.settings.recorders:
             warnings.warn(UNWATCHED, stacklevel=3)
-    elif (
-        active
-        and not inputs.requires_grad
-        and not any(p.requires_grad for p in decoder.parameters())
-    ):
+        return
+    frozen = not inputs.requires_grad and not any(p.requires_grad for p in decoder.parameters())
+    if active and frozen:
         warnings.warn(FROZEN, stacklevel=3)
 
 
@@ -80,12 +77,9 @@ def warn_of_thresholds(routing: Routing, plan: RoutePlan) -> None:
     """Warn if inference is about to compare scores with thresholds that were never fitted;
     said by one layer only."""
     config = plan.config
-    if (
-        plan.budget >= 1.0
-        or plan.rule not in ("threshold", "running")
-        or not config.takes_budget()
-        or routing.state.settings.selection
-    ):
+    if plan.budget >= 1.0 or plan.rule not in ("threshold", "running"):
+        return
+    if not config.takes_budget() or routing.state.settings.selection:
         return
     if routing.layer_index not in config.gated_layers()[:1]:
         return

@@ -130,23 +130,15 @@ def plan_of(
         return None
     config = routing.config(name)
     settings = routing.state.settings
-    asked = Asked(
-        config.budget,
-        config.fixed_threshold,
-        cast(float, config.gate_temperature),
-        config.causal_rule,
-    )
+    temperature = cast(float, config.gate_temperature)
+    asked = Asked(config.budget, config.fixed_threshold, temperature, config.causal_rule)
     executor = settings.executor
-    if (
-        routing.tuned
-        and executor == "auto"
-        and not GATES[config.gate_of(routing.layer_index)].static
-    ):
+    tuned = routing.tuned and executor == "auto"
+    if tuned and not GATES[config.gate_of(routing.layer_index)].static:
         executor = routing.tuned.get((name, *shape_class(*rows)), executor)
     told = settings.in_full is not None
-    prompts_only = config.phases == "prefill" and (
-        told or (not training and settings.selection is None)
-    )
+    as_served = told or (not training and settings.selection is None)
+    prompts_only = config.phases == "prefill" and as_served
     if not prompts_only:
         last_tokens = None
     only_last = prompts_only and not told and rows[1] <= config.last_in_full
@@ -157,32 +149,24 @@ def plan_of(
         now = version_key(table, None if controller is None else controller.threshold)
     if now is None:
         made = make_plan(routing, name, config, asked, training, executor, last_tokens, only_last)
-        if made.gate.exits:
-            return replace(made, kept=kept)
-        return made
+        return replace(made, kept=kept) if made.gate.exits else made
     stamped = asked, now
     key = (name, executor, only_last, settings.budget, settings.selection)
-    held = routing.derived.get(key)
-    if (
-        held is None
-        or held[0] != stamped
-        or held[1].config is not config
-        or held[2] != routing.prompts
-    ):
+    held: Any = routing.derived.get(key)
+    same = held is not None and held[0] == stamped
+    if not same or held[1].config is not config or held[2] != routing.prompts:
         if len(routing.derived) > _KEPT_PLANS:
             routing.derived.clear()
         made = make_plan(routing, name, config, asked, training, executor, only_last=only_last)
         if held is not None:
             routing.derived.pop(held[1], None)  # its step
-        if held is None or held[0] != stamped:
+        if not same:
             warn_of_thresholds(routing, made)
         held = routing.derived[key] = stamped, made, routing.prompts
     plan: RoutePlan = held[1]
     if plan.gate.exits:
         plan = replace(plan, kept=kept)
-    if last_tokens is None:
-        return plan
-    return replace(plan, last_tokens=last_tokens)
+    return plan if last_tokens is None else replace(plan, last_tokens=last_tokens)
 
 
 def make_plan(
@@ -210,26 +194,17 @@ def make_plan(
         threshold = cast(BudgetController, routing.depth_route_controller[name]).threshold.clone()
     elif budget < 1.0:
         threshold = cast(ScoreQuantiles, routing.depth_route_quantiles[name])(budget)
-    replayed = None
-    if settings.replay is not None:
-        replayed = settings.replay.get(routing.layer_index)
+    replay = settings.replay
+    replayed = None if replay is None else replay.get(routing.layer_index)
     gate = GATES[config.gate_of(routing.layer_index)]
     target = TARGETS[config.target_of(routing.layer_index)]
-    if gate.static:
-        rule = "static"
-    elif gate.soft:
-        rule = "soft"
-    elif settings.selection or training:
-        rule = settings.selection or cast(str, config.selection)
-    else:
-        rule = config.inference_rule
+    rule = _rule_of(gate, config, settings.selection, training)
     if rule == "running" and budget >= 1.0:
         rule = "threshold"
     mix = _mix_of(gate, config.scale_by_gate, rule)
-    everything = not training and rule == "threshold" and mix == "hard" and budget >= 1.0
-    everything = (
-        everything and asked.fixed_threshold is None and not gate.exits and replayed is None
-    )
+    unasked = asked.fixed_threshold is None and not gate.exits and replayed is None
+    chosen = rule == "threshold" and mix == "hard" and budget >= 1.0
+    everything = not training and chosen and unasked
     if only_last:
         mix = "hard"
         if replayed is None:  # as with a budget of 1, whatever decides elsewhere
@@ -260,6 +235,19 @@ def make_plan(
     )
 
 
+def _rule_of(
+    gate: type[Gate], config: DepthRouteConfig, selection: str | None, training: bool
+) -> str:
+    """The rule of a layer with such a gate; `selection` is what the thread asks for."""
+    if gate.static:
+        return "static"
+    if gate.soft:
+        return "soft"
+    if selection or training:
+        return selection or cast(str, config.selection)
+    return config.inference_rule
+
+
 def _expected(routing: Routing, name: str, config: DepthRouteConfig) -> Expected:
     quantiles = cast(ScoreQuantiles, routing.depth_route_quantiles[name])
     return Expected(quantiles.values, config.share_shift(routing.layer_index))
@@ -269,9 +257,7 @@ def _replayed_of(gate: type[Gate], record: RouteRecord | None) -> torch.Tensor |
     """The decision of `record` that a layer with such a gate takes instead of its own."""
     if record is None:
         return None
-    if gate.soft:
-        return record.probs
-    return record.mask
+    return record.probs if gate.soft else record.mask
 
 
 def _mix_of(gate: type[Gate], scale_by_gate: bool, rule: str) -> str:

@@ -77,9 +77,8 @@ class Routing(nn.Module, BaseTunerLayer):
         self.ffn_bias = any(name.endswith("bias") for name in ffn_parameters)
         # Not fused experts.
         self.dense_ffn = all(parameter.ndim < 3 for parameter in ffn_parameters.values())
-        self.ffn_width = (
-            max((p.numel() // self.width for p in ffn_parameters.values()), default=0) or 1
-        )
+        widths = [parameter.numel() // self.width for parameter in ffn_parameters.values()]
+        self.ffn_width = max(widths, default=0) or 1
         self.peft_configs = peft_configs
         self.state = state
         self.merged_adapters: list[str] = []
@@ -134,9 +133,8 @@ class Routing(nn.Module, BaseTunerLayer):
             memory = NgramMemory(self.width, config, self.layer_index)
             self.depth_route_memory[name] = self._initialised(memory, config, "memory")
         if config.causal_rule == "predictor":
-            self.depth_route_predictor[name] = self._initialised(
-                MLPGate(self.width, config), config, "predictor"
-            )
+            predictor = MLPGate(self.width, config)
+            self.depth_route_predictor[name] = self._initialised(predictor, config, "predictor")
         if config.selection == "controller" and kind == config.gate:
             self.depth_route_controller[name] = BudgetController()
         self.depth_route_quantiles[name] = ScoreQuantiles(cast(float, config.gate_temperature))
@@ -188,17 +186,13 @@ class Routing(nn.Module, BaseTunerLayer):
                 f"only one depth-routed adapter can be active, not {', '.join(names)}; use "
                 "set_adapter"
             )
-        if names:
-            return names[0]
-        return None
+        return names[0] if names else None
 
     def norm_in_front(self, part: str) -> nn.Module | None:
         """The base's norm before the `"ffn"` or the `"attention"`;
         None if the base norms afterwards."""
         norm, in_front = self._norms[0][part]
-        if in_front:
-            return cast(nn.Module, norm)
-        return None
+        return cast(nn.Module, norm) if in_front else None
 
     def gate(self, name: str) -> Gate:
         """The gate of adapter `name`."""
@@ -232,9 +226,8 @@ class Routing(nn.Module, BaseTunerLayer):
 
     def active_controller(self) -> BudgetController | None:
         """The controller of the adapter that routes this layer now; None if it has none."""
-        return cast(
-            "BudgetController | None", self.depth_route_controller._modules.get(self.active_name())
-        )
+        controller = self.depth_route_controller._modules.get(self.active_name())
+        return cast("BudgetController | None", controller)
 
     def experts_of(self, layer: nn.Module) -> nn.Module:
         """The fused experts of the decoder layer."""
@@ -274,9 +267,7 @@ class Routing(nn.Module, BaseTunerLayer):
         before it.
         """
         gate = self.gate(plan.adapter)
-        if torch.is_grad_enabled() and not any(
-            parameter.requires_grad for parameter in gate.parameters()
-        ):
+        if torch.is_grad_enabled() and not any(p.requires_grad for p in gate.parameters()):
             x = x.detach()
         out: dict[str, torch.Tensor] = gate(x)
         if plan.adapter in self.depth_route_predictor:
@@ -297,9 +288,7 @@ class Routing(nn.Module, BaseTunerLayer):
         if not plan.gate.exits:
             return mask, probs
         assert plan.kept is not None
-        before = None
-        if plan.replayed is None:
-            before = self._before(plan)
+        before = self._before(plan) if plan.replayed is None else None
         if before is not None:
             mask = mask & before.to(mask.device)
         plan.kept[self.layer_index] = mask
@@ -369,9 +358,7 @@ class Routing(nn.Module, BaseTunerLayer):
 
     def forget_tuned(self, adapter_name: str) -> None:
         """Leave the choice of executors for this adapter to the table again."""
-        self.tuned = {
-            key: executor for key, executor in self.tuned.items() if key[0] != adapter_name
-        }
+        self.tuned = {key: name for key, name in self.tuned.items() if key[0] != adapter_name}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Nothing to merge here; other methods on the same model call it on every tuner layer."""
@@ -382,17 +369,11 @@ class Routing(nn.Module, BaseTunerLayer):
     def _move_adapter_to_device_of_base_layer(
         self, adapter_name: str, device: torch.device | None = None
     ) -> None:
-        if device is None:
-            target = device_of(self._norms[0]["ffn"][0], *self._ffn)
-        else:
-            target = device
-        groups = [
-            getattr(self, group) for group in self.adapter_layer_names + self.other_param_names
-        ]
+        target = device or device_of(self._norms[0]["ffn"][0], *self._ffn)
+        names = self.adapter_layer_names + self.other_param_names
+        groups = [getattr(self, name) for name in names]
         for part in [group[adapter_name] for group in groups if adapter_name in group]:
-            if target.type != "meta" and not any(
-                parameter.is_meta for parameter in part.parameters()
-            ):
+            if target.type != "meta" and not any(p.is_meta for p in part.parameters()):
                 part.to(target)
 
     def _initialised(self, module: Any, config: DepthRouteConfig, part: str) -> nn.Module:

@@ -35,9 +35,7 @@ class RoutedStack(Stack):
 def routed_stack(model: nn.Module) -> RoutedStack | None:
     """The routed layers of `model` or of a module around it; None if it has none."""
     kept = kept_stack(model)
-    if isinstance(kept, RoutedStack):
-        return kept
-    return None
+    return kept if isinstance(kept, RoutedStack) else None
 
 
 def state_of(model: nn.Module) -> RunState:
@@ -70,9 +68,7 @@ def one_change(model: nn.Module) -> AbstractContextManager[object]:
     Two changes at one time could leave some layers with one result and some with the other.
     """
     stack = routed_stack(model)
-    if stack is None:
-        return nullcontext()
-    return stack.state.changing
+    return nullcontext() if stack is None else stack.state.changing
 
 
 def in_turn(change: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

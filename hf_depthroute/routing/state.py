@@ -134,9 +134,8 @@ class RunState:
         try:
             yield
         finally:
-            self._thread.change(
-                tuple(other for other in self._thread.changes if other is not changes)
-            )
+            others = [other for other in self._thread.changes if other is not changes]
+            self._thread.change(tuple(others))
 
     def __reduce__(self) -> tuple[type[RunState], tuple[()]]:
         return RunState, ()

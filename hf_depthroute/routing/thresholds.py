@@ -178,10 +178,9 @@ def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> to
     NaN scores are left out. Without a single entry, the result is NaN.
     """
     flat = scores.detach().float().reshape(-1)
-    if keep is None:
-        valid = ~flat.isnan()
-    else:
-        valid = keep.reshape(-1) & ~flat.isnan()
+    valid = ~flat.isnan()
+    if keep is not None:
+        valid = keep.reshape(-1) & valid
     count = valid.sum()
     ordered = torch.where(valid, flat, torch.inf).sort().values
     last = (count - 1).clamp(min=0)
@@ -261,10 +260,7 @@ def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[to
         device = tables[0].device
         counts_C1 = torch.stack([count.to(device) for count in counts])[:, None].float()
         tables_CQ = torch.stack([table.to(device) for table in tables])
-        shared = sum_over_processes(
-            torch.cat([tables_CQ.nan_to_num() * counts_C1, counts_C1], dim=1)
-        )
+        weighted = [tables_CQ.nan_to_num() * counts_C1, counts_C1]
+        shared = sum_over_processes(torch.cat(weighted, dim=1))
         tables = list(shared[:, :-1] / shared[:, -1:])  # NaN where no process has a real token
-    if pooled:
-        return tables * len(records)
-    return tables
+    return tables * len(records) if pooled else tables

@@ -136,12 +136,11 @@ class RouteTrace(Mapping[int, RouteRecord]):
     def positions(self, start: int, stop: int) -> RouteTrace:
         """The part of the trace at positions `start:stop`,
         to replay a longer run piece by piece."""
-        return RouteTrace(
-            {
-                i: _combined([record], lambda parts: parts[0][:, start:stop])
-                for i, record in self.items()
-            }
-        )
+
+        def cut(parts: list[torch.Tensor]) -> torch.Tensor:
+            return parts[0][:, start:stop]
+
+        return RouteTrace({index: _combined([record], cut) for index, record in self.items()})
 
     def show(
         self,
@@ -174,12 +173,8 @@ class RouteTrace(Mapping[int, RouteRecord]):
     @staticmethod
     def cat(traces: list[RouteTrace]) -> RouteTrace:
         """Join traces of consecutive positions, such as the steps of a generation."""
-        return RouteTrace(
-            {
-                i: _combined([trace[i] for trace in traces], partial(torch.cat, dim=1))
-                for i in traces[0]
-            }
-        )
+        join = partial(torch.cat, dim=1)
+        return RouteTrace({i: _combined([trace[i] for trace in traces], join) for i in traces[0]})
 
 
 class RouteCounter:
@@ -200,9 +195,8 @@ class RouteCounter:
     def full_ratio(self) -> dict[int, float]:
         """`{layer_index: fraction of real tokens that ran full}`, over everything counted."""
         sums: dict[int, tuple[int, int]] = {}
-        for counts in each_of_all(
-            {index: (int(full), int(seen)) for index, (full, seen) in self._counts.items()}
-        ):
+        own = {index: (int(full), int(seen)) for index, (full, seen) in self._counts.items()}
+        for counts in each_of_all(own):
             for index, (full, seen) in counts.items():
                 others = sums.get(index, (0, 0))
                 sums[index] = full + others[0], seen + others[1]
@@ -285,9 +279,7 @@ def full_depth(model: nn.Module) -> AbstractContextManager[None]:
     For the calling thread only: others that run the model meanwhile are routed as ever.
     """
     stack = routed_stack(model)
-    if stack is None:
-        return nullcontext()
-    return stack.state.override(layers=frozenset())
+    return nullcontext() if stack is None else stack.state.override(layers=frozenset())
 
 
 def _combined(
@@ -298,13 +290,12 @@ def _combined(
     masks = [
         r.mask.new_ones(r.mask.shape[:2]) if r.token_mask is None else r.token_mask for r in records
     ]
+    names = records[0].extras
     return replace(
         records[0],
         mask=combine([record.mask for record in records]),
         scores=combine([record.scores for record in records]),
         probs=combine([record.probs for record in records]),
         token_mask=combine(masks) if known else None,
-        extras={
-            name: combine([record.extras[name] for record in records]) for name in records[0].extras
-        },
+        extras={name: combine([record.extras[name] for record in records]) for name in names},
     )
