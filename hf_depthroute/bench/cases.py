@@ -64,23 +64,15 @@ class Case:
     def decoded(self) -> int:
         """The decoding steps that are timed, of tokens that are given one by one after a prompt;
         0 in prefill."""
-        if self.case == "decode":
-            return self.steps
-        return 0
+        return self.steps if self.case == "decode" else 0
 
     def pass_sizes(self) -> dict[str, Any]:
         """The sizes of one timed forward pass, as `count_flops` takes them;
         in decode the middle one's."""
         if self.decoded:
-            return {
-                "batch": self.batch,
-                "length": 1,
-                "cached": self.length + self.steps // 2,
-                "logits": 1,
-            }
-        kept = 1
-        if self.logits == "all":
-            kept = self.length
+            middle = self.length + self.steps // 2
+            return {"batch": self.batch, "length": 1, "cached": middle, "logits": 1}
+        kept = self.length if self.logits == "all" else 1
         return {"batch": self.batch, "length": self.length, "cached": 0, "logits": kept}
 
     def sizes(self) -> str:

@@ -117,18 +117,12 @@ class _Runs:
         with self.variants.using(name) as model:
             call = as_run(model, mode)
             cache = self._cache(name, mode, model)
-            start = 0
-            if self.case.decoded:
-                start = self.case.length
-            tokens = self.input_ids[:, start:].split(
-                1 if self.case.decoded else self.case.length, dim=1
-            )
+            start, length = (self.case.length, 1) if self.case.decoded else (0, self.case.length)
+            tokens = self.input_ids[:, start:].split(length, dim=1)
             kept = self.case.pass_sizes()["logits"]
 
             def run() -> None:
-                kwargs = {}
-                if cache is not None:
-                    kwargs = {"past_key_values": cache}
+                kwargs = {} if cache is None else {"past_key_values": cache}
                 for part in tokens:
                     new_step(mode)
                     logits = call(part, use_cache=True, logits_to_keep=kept, **kwargs).logits
@@ -147,10 +141,8 @@ class _Runs:
             return None
         # Every variant decodes from the same keys and values, unless the cache holds decisions of
         # one variant.
-        key = (
-            name if self.variants.keeps_sequences() else None,
-            "eager" if mode == "eager" else "static",
-        )
+        kind = "eager" if mode == "eager" else "static"
+        key = (name if self.variants.keeps_sequences() else None, kind)
         if key not in self._caches:
             cache = new_cache(model, mode, self.input_ids.shape[1])
             fill_cache(model, cache, self.input_ids[:, : self.case.length])
@@ -209,10 +201,8 @@ class Times:
             "tokens_per_s": self.tokens_per_s(key),
         }
         if len(self._modes) > 1:
-            row["modes"] = {
-                mode: round(self.samples.ratio((name, mode), self.dense).value, 4)
-                for mode in self._modes
-            }
+            ratios = {mode: self.samples.ratio((name, mode), self.dense) for mode in self._modes}
+            row["modes"] = {mode: round(found.value, 4) for mode, found in ratios.items()}
         return row
 
     def of_dense(self) -> dict[str, object]:
@@ -237,9 +227,7 @@ class Times:
         }
         if dense[0] == BASE:
             # In the mode that the dense model is fastest in, for like with like.
-            for name in (DISABLED, FULL):
-                if name not in self.variants.names:
-                    continue
+            for name in [name for name in (DISABLED, FULL) if name in self.variants.names]:
                 value, error = samples.ratio((name, dense[1]), dense).rounded()
                 found["overheads"][name] = {"ratio": value, "ratio_error": error, "mode": dense[1]}
             found["disabled_over_base"] = found["overheads"][DISABLED]["ratio"]

@@ -27,9 +27,7 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict) or not (
-        "measurements" in content or any(part in content for part in Case.KINDS)
-    ):
+    if not isinstance(content, dict) or content.keys().isdisjoint(("measurements", *Case.KINDS)):
         raise ValueError(f"{path}: not a result of hf-depthroute bench")
     return content
 
@@ -42,14 +40,11 @@ def measurements(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for part in (part for part in Case.KINDS if part in result):
         setting = result["setting"]
-        sizes = {
-            "batch": setting["decode_batch" if part == "decode" else "batch"],
-            "length": setting["length"],
-        }
+        decodes = part == "decode"
+        batch = setting["decode_batch" if decodes else "batch"]
+        sizes = {"batch": batch, "length": setting["length"]}
         sizes = {name: result[part].get(name, size) for name, size in sizes.items()}
-        steps = 1
-        if part == "decode":
-            steps = setting["decode_steps"]
+        steps = setting["decode_steps"] if decodes else 1
         label = label_of(Case(case=part, steps=steps, **sizes).sizes(), setting)
         found.append({"case": part, "label": label, "setting": setting, **sizes, **result[part]})
     return found
@@ -73,9 +68,8 @@ def as_single(result: Mapping[str, Any], sizes: Mapping[str, object]) -> dict[st
         if "error" in measured:
             raise MemoryError(measured["label"])
         of_all = {"case", "label", "setting", "adapter_dtype"}
-        single[measured["case"]] = {
-            key: value for key, value in measured.items() if key not in of_all
-        }
+        own = {key: value for key, value in measured.items() if key not in of_all}
+        single[measured["case"]] = own
         single["setting"] = measured["setting"] | {"adapter_dtype": measured["adapter_dtype"]}
     single["setting"] |= sizes
     return single
@@ -85,9 +79,7 @@ def label_of(sizes: str, setting: Mapping[str, Any]) -> str:
     """The label of a measurement from what it ran, as `Case.sizes`, and its setting."""
     model = setting.get("shape", setting["model_type"])
     routed = f"{setting.get('target', 'ffn')} of {len(setting['routed_layers'])} layers"
-    phases = ""
-    if "phases" in setting:
-        phases = f", phases {setting['phases']}"
+    phases = f", phases {setting['phases']}" if "phases" in setting else ""
     return f"{sizes}: {model} {setting['dtype']}, {routed}{phases}"
 
 
@@ -141,17 +133,16 @@ class Comparison:
 
 def compare_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> Comparison:
     """Compare two results of `bench` or `run_cases`. Measurements are matched by their labels."""
-    before, after = (
-        {m["label"]: dict(_figures(m)) for m in measurements(result)} for result in (old, new)
-    )
+    before = {m["label"]: dict(_figures(m)) for m in measurements(old)}
+    after = {m["label"]: dict(_figures(m)) for m in measurements(new)}
     was = old.get("machine", {})
     now = new.get("machine", {})
-    names = [
-        name
-        for name in dict.fromkeys((*was, *now))
-        if name != "load_before" and was.get(name) != now.get(name)
+    names = [name for name in dict.fromkeys((*was, *now)) if was.get(name) != now.get(name)]
+    notes = [
+        f"machine: {name} {was.get(name)} -> {now.get(name)}"
+        for name in names
+        if name != "load_before"
     ]
-    notes = [f"machine: {name} {was.get(name)} -> {now.get(name)}" for name in names]
     notes += [f"only in the old result: {label}" for label in before if label not in after]
     notes += [f"only in the new result: {label}" for label in after if label not in before]
     changes = [
@@ -169,17 +160,13 @@ def _change(label: str, figure: str, old: Figure, new: Figure) -> Change:
     noise = None
     if error is not None and other is not None:
         noise = _ERRORS * math.hypot(error, other)
+    verdict = "lower" if after < before else "higher"
     if abs(after - before) <= (noise or 0.0):
         verdict = "same"
     elif noise is None:
         verdict = "noise unknown"
-    elif after < before:
-        verdict = "lower"
-    else:
-        verdict = "higher"
-    return Change(
-        label, figure, before, after, noise, after / before if before else math.nan, verdict
-    )
+    ratio = after / before if before else math.nan
+    return Change(label, figure, before, after, noise, ratio, verdict)
 
 
 def _figures(m: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
@@ -191,12 +178,9 @@ def _figures(m: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
         yield "dense ms", (m["dense_ms"], None if relative is None else relative * m["dense_ms"])
         for name, row in m.get("overheads", {}).items():
             yield f"{name} / dense", (row["ratio"], row["ratio_error"])
-        for kind, rows in (
-            ("budget", m["budgets"]),
-            ("masked", m.get("masked", {})),
-            ("tuned", m.get("tuned", {})),
-        ):
-            for budget, row in rows.items():
+        kinds = {"budget": m["budgets"], "masked": m.get("masked"), "tuned": m.get("tuned")}
+        for kind, rows in kinds.items():
+            for budget, row in (rows or {}).items():
                 yield f"{kind} {budget} / dense", (row["ratio"], row.get("ratio_error"))
     elif m["case"] == "memory":
         for name, row in m["variants"].items():

@@ -29,9 +29,7 @@ def check_modes(names: Sequence[str] | None, device: torch.device) -> tuple[str,
         ValueError: A name is unknown, or there is none.
     """
     if names is None:
-        if device.type == "cuda":
-            return MODES
-        return ("eager",)
+        return MODES if device.type == "cuda" else ("eager",)
     unknown = [name for name in names if name not in MODES]
     if unknown or not names:
         raise ValueError(
@@ -49,9 +47,8 @@ def as_run(model: nn.Module, mode: str) -> Callable[..., Any]:
         return model
     if id(model) not in _compiled:
         _raise_recompile_limit()
-        kind = None
-        if next(model.parameters()).device.type == "cuda":
-            kind = "reduce-overhead"
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        kind = "reduce-overhead" if on_gpu else None
         _compiled[id(model)] = model, torch.compile(model, dynamic=False, fullgraph=True, mode=kind)
     return _compiled[id(model)][1]
 
@@ -110,8 +107,5 @@ def _raise_recompile_limit() -> None:
     # Every budget and executor is a graph of its own; the default limit of 8 would send the rest to
     # eager mode.
     config: Any = torch._dynamo.config
-    if hasattr(config, "recompile_limit"):
-        name = "recompile_limit"
-    else:
-        name = "cache_size_limit"
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
     setattr(config, name, max(64, getattr(config, name)))

@@ -152,9 +152,8 @@ def tokens_of(case: Case, given: Given) -> torch.Tensor:
     and the tokens of the steps, `[B, T]`."""
     ids = random_tokens(given.model, case.batch, case.length + case.decoded)
     if given.input_ids is not None:
-        ids[:, : case.length] = given.input_ids.to(ids.device)[
-            torch.arange(case.batch) % len(given.input_ids)
-        ]
+        rows = torch.arange(case.batch) % len(given.input_ids)
+        ids[:, : case.length] = given.input_ids.to(ids.device)[rows]
     return ids
 
 

@@ -56,9 +56,8 @@ def relative_load() -> float | None:
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as file:
-            names = {
-                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
-            }
+            lines = [line for line in file if line.startswith("model name")]
+        names = {line.split(":", 1)[1].strip() for line in lines}
         return ", ".join(sorted(names)) or platform.processor()
     except OSError:
         return platform.processor()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -77,12 +76,10 @@ class Variants:
             if input_ids is not None and self.follows_budget:
                 calibrate(model, [{"input_ids": input_ids}], budget=budget)
             self._thresholds[budget] = snapshot(model)
-        dense = [
-            *([BASE] if base is not None else []),
-            DISABLED,
-            *([FULL] if self.follows_budget else []),
-        ]
-        self.names = [*dense, *map(budget_name, self.budgets)]
+        self.names = [BASE, DISABLED] if base is not None else [DISABLED]
+        if self.follows_budget:
+            self.names.append(FULL)
+        self.names += map(budget_name, self.budgets)
         self.reference = self.names[0]
         # `generate` calls the model without PEFT's wrapper.
         self.inner: nn.Module = unwrapped(model)
@@ -130,10 +127,8 @@ def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:
 def adapter_dtype(model: nn.Module) -> str:
     """The dtype of the adapter's weights, such as `"float32"`;
     that of the base where it has none."""
-    weights = chain(
-        (p for routing in active_routings(model) for p in routing.parameters()), model.parameters()
-    )
-    return dtype_name(next(weights).dtype)
+    parts = (*active_routings(model), model)
+    return dtype_name(next(weight for part in parts for weight in part.parameters()).dtype)
 
 
 def wants_base_dtype(device: torch.device, modes: Sequence[str] | None) -> bool:
@@ -151,17 +146,14 @@ class PassCounter:
 
     def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
         mask = record.mask & record.real
-        self._counts.setdefault(layer_index, []).append(
-            torch.stack([mask.float().mean(), mask.any().float()])
-        )
+        ran = torch.stack([mask.float().mean(), mask.any().float()])
+        self._counts.setdefault(layer_index, []).append(ran)
 
     def shares(self) -> Mapping[int, tuple[float, float]]:
         """Per layer: the share of rows that ran full, and the share of passes in which
         at least one did."""
-        return {
-            i: tuple(torch.stack(counts).mean(0).tolist())
-            for i, counts in sorted(self._counts.items())
-        }
+        counted = sorted(self._counts.items())
+        return {i: tuple(torch.stack(counts).mean(0).tolist()) for i, counts in counted}
 
 
 @contextmanager

@@ -130,9 +130,8 @@ def route_cost(
             continue
         share = full_ratio[routing.layer_index]
         layer = layers[routing.layer_index]
-        part = sum(
-            m.left_out * m.per_token for m in matrices(layer, config, family, routing)
-        ) + memory_weights(routing)
+        skipped = sum(m.left_out * m.per_token for m in matrices(layer, config, family, routing))
+        part = skipped + memory_weights(routing)
         gate = gate_weights(routing, length)
         branch = (1 - share) * branch_weights(routing, config)
         ratios.append(share + (branch + gate) / max(part, 1.0))
@@ -140,6 +139,7 @@ def route_cost(
         branches += 2.0 * branch
         if skips_sequences(routing, config):
             kv_bytes -= (1 - share) * per_token * (windows[routing.layer_index] - 1)
+    saved = (dense - ideal) / (batch_size * length)
     return RouteCost(
         flops_dense=dense,
         flops_routed=total,
@@ -149,18 +149,15 @@ def route_cost(
         parameters_adapter=sum(p.numel() for p in adapter.values()),
         parameters_trainable=sum(p.numel() for p in adapter.values() if p.requires_grad),
         kv_bytes=round(kv_bytes),
-        remark=_remark(
-            routings[0], (dense - ideal) / (batch_size * length), gates, branches, total / dense
-        ),
+        remark=_remark(routings[0], saved, gates, branches, total / dense),
     )
 
 
 def cost_remark(model: nn.Module) -> str | None:
     """`RouteCost.remark` of the active adapter at its own budget, in prefill;
     None if nothing is routed."""
-    if not any(
-        isinstance(part, Routing) and part.adapter() is not None for part in model.modules()
-    ):
+    routings = [part for part in model.modules() if isinstance(part, Routing)]
+    if not any(routing.adapter() is not None for routing in routings):
         return None
     return route_cost(model).remark
 
@@ -173,18 +170,15 @@ def _remark(
     if saved == 0 or saved > gates + branches:
         return None
     config = routing.active_config()
-    names: Sequence[str]
+    names: Sequence[str] = ("branch_rank",)
     if gates >= branches:
         names = GATES[config.gate].sizes
     elif config.branch == "memory":
         names = ("branch_rank", "memory_width")
-    else:
-        names = ("branch_rank",)
     smaller = ", ".join(f"{name} (now {getattr(config, name)})" for name in names)
+    advice = "take a gate with fewer weights, such as gate='linear'"
     if smaller:
         advice = f"make {smaller} smaller"
-    else:
-        advice = "take a gate with fewer weights, such as gate='linear'"
     return (
         f"this adapter cannot pay for itself: {ratio:.3g} of the dense FLOPs. Per token its layers "
         f"save {saved:,.0f} FLOPs and spend {gates:,.0f} on gates and {branches:,.0f} on cheap "
@@ -195,9 +189,8 @@ def _remark(
 def _share(routing: Routing, config: DepthRouteConfig, budget: float | None) -> float:
     """The share that runs full when nothing was measured."""
     if budget is not None:
-        if config.gate_of(routing.layer_index) == config.gate:
-            return check_budget(budget)
-        return 0.0
+        gated = config.gate_of(routing.layer_index) == config.gate
+        return check_budget(budget) if gated else 0.0
     if not routing.active_gate().static:
         return routing.budget()
     if config.dropped_experts is None:

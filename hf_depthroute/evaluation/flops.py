@@ -67,22 +67,17 @@ def matrices(
         family: The base's family, to tell the attention from the rest.
         routing: The layer's router, where one is on.
     """
-    parts: dict[str, float] = {}
-    if routing is not None:
-        parts = _left_out(layer, config, routing)
+    parts = {} if routing is None else _left_out(layer, config, routing)
     found = []
     for name, weight in layer.named_parameters():
         # A norm of heads is 2-d.
         if name.startswith(f"{ROUTING}.") or "norm" in name or weight.ndim not in (2, 3):
             continue
-        left_out = max(
-            (share for prefix, share in parts.items() if name.startswith(f"{prefix}.")), default=0.0
-        )
+        shares = [share for prefix, share in parts.items() if name.startswith(f"{prefix}.")]
         inside = family is not None and name.startswith(f"{family.attention}.")
-        chosen = 1
-        if weight.ndim == 3:
-            chosen = config.num_experts_per_tok
-        found.append(Matrix("attention projections" if inside else "ffn", weight, chosen, left_out))
+        part = "attention projections" if inside else "ffn"
+        chosen = config.num_experts_per_tok if weight.ndim == 3 else 1
+        found.append(Matrix(part, weight, chosen, max(shares, default=0.0)))
     return found
 
 
@@ -90,9 +85,7 @@ def _left_out(layer: nn.Module, config: PreTrainedConfig, routing: Routing) -> d
     """By the name of a child, how much of it the cheap path leaves out."""
     family = routing.family
     target = routing.active_target()
-    parts = {}
-    if target.skips_ffn:
-        parts = {family.ffn: 1.0}
+    parts = {family.ffn: 1.0} if target.skips_ffn else {}
     if target.per_pair:
         parts[f"{family.ffn}.{family.experts}"] = 1.0
     if skips_attention(routing, config):
@@ -112,13 +105,11 @@ def skips_sequences(routing: Routing, config: PreTrainedConfig) -> bool:
     flex attention.
     """
     adapter = routing.active_config()
-    whole = adapter.granularity == "sequence" or (
-        routing.active_gate().static and adapter.phases == "all"
-    )
-    if (
-        not (whole and routing.active_target().skips_attention)
-        or config._attn_implementation == "flex_attention"
-    ):
+    static = routing.active_gate().static and adapter.phases == "all"
+    whole = adapter.granularity == "sequence" or static
+    if not (whole and routing.active_target().skips_attention):
+        return False
+    if config._attn_implementation == "flex_attention":
         return False
     return can_skip(cache_layer(DynamicCache(config=config), routing.layer_index))
 
@@ -133,9 +124,7 @@ def share_in_full(routing: Routing, length: int) -> float:
     """The share of `length` new tokens that run in full whatever their scores:
     the last ones of `phases="prefill"`."""
     config = routing.active_config()
-    if config.phases == "prefill":
-        return min(1.0, config.last_in_full / length)
-    return 0.0
+    return min(1.0, config.last_in_full / length) if config.phases == "prefill" else 0.0
 
 
 def skips_attention(routing: Routing, config: PreTrainedConfig) -> bool:
@@ -151,37 +140,29 @@ def gate_weights(routing: Routing, length: int) -> float:
     in sequences of `length`."""
     name = routing.active_name()
     config = routing.active_config()
-    gates = [
-        group[name]
-        for group in (routing.depth_route_gate, routing.depth_route_predictor)
-        if name in group
-    ]
-    weights = float(sum(cast(Gate, gate).weights_per_token() for gate in gates))
-    if config.granularity == "sequence":
-        return weights / length
-    return weights
+    groups = (routing.depth_route_gate, routing.depth_route_predictor)
+    gates = [cast(Gate, group[name]) for group in groups if name in group]
+    weights = float(sum(gate.weights_per_token() for gate in gates))
+    return weights / length if config.granularity == "sequence" else weights
 
 
 def branch_weights(routing: Routing, config: PreTrainedConfig) -> float:
     """Weights of the cheap branch, its memory's included; `config` is the base model's."""
     name = routing.active_name()
     recalls = routing.active_config().branch == "memory"
-    branches = []
+    weights = _memory_weights(routing) if recalls else 0.0
     if name in routing.depth_route_branch:
-        branches = [routing.depth_route_branch[name]]
-    weights = sum(matrix.per_token for branch in branches for matrix in matrices(branch, config))
-    weights += sum(
-        branch.borrowed_weights() for branch in branches if isinstance(branch, NeuronBranch)
-    )
-    return weights + (_memory_weights(routing) if recalls else 0.0)
+        branch = routing.depth_route_branch[name]
+        weights += sum(matrix.per_token for matrix in matrices(branch, config))
+        if isinstance(branch, NeuronBranch):
+            weights += branch.borrowed_weights()
+    return weights
 
 
 def memory_weights(routing: Routing) -> float:
     """Weights that the memory of target memory multiplies a token with, without its gate's;
     0 of another target."""
-    if routing.active_config().branch == "memory":
-        return 0.0
-    return _memory_weights(routing)
+    return 0.0 if routing.active_config().branch == "memory" else _memory_weights(routing)
 
 
 def _memory_weights(routing: Routing) -> float:
@@ -200,27 +181,21 @@ def attention_sizes(config: PreTrainedConfig) -> tuple[float, int]:
     """
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):
-        key_width = config.qk_nope_head_dim + config.qk_rope_head_dim
-        return 2.0 * heads * (
-            key_width + config.v_head_dim
-        ), config.kv_lora_rank + config.qk_rope_head_dim
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        return 2.0 * heads * widths, config.kv_lora_rank + config.qk_rope_head_dim
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if config.model_type == "falcon":
         shared = config.multi_query and not config.new_decoder_architecture
-        kv_heads = 1
-        if not shared:
-            kv_heads = heads
+        kv_heads = 1 if shared else heads
     return 4.0 * heads * head_dim, 2 * kv_heads * head_dim
 
 
 def windows_of(config: PreTrainedConfig, seen: int) -> list[int]:
     """By layer, how many keys a query meets at most after `seen` tokens: all,
     or those of a sliding window."""
-    return [
-        min(seen, getattr(layer, "sliding_window", seen))
-        for layer in DynamicCache(config=config).layers
-    ]
+    layers = DynamicCache(config=config).layers
+    return [min(seen, getattr(layer, "sliding_window", seen)) for layer in layers]
 
 
 def query_key_pairs(length: int, cached: int, window: int) -> int:
@@ -261,18 +236,13 @@ def count_flops(
     windows = windows_of(config, cached + length)
     for index, layer in enumerate(stack.layers):
         routing = routings.get(index)
-        full = 1.0
-        if routing is not None and shares is not None:
-            full = shares[index]
+        full = 1.0 if routing is None or shares is None else shares[index]
         for matrix in matrices(layer, config, stack.family, routing):
             rows = tokens * (1 - matrix.left_out * (1 - full))
             flops[matrix.part] += 2.0 * rows * matrix.per_token
-        attending = 1.0
-        if routing is not None and skips_attention(routing, config):
-            attending = full
-        flops["attention core"] += (
-            attending * batch * query_key_pairs(length, cached, windows[index]) * per_pair
-        )
+        skips = routing is not None and skips_attention(routing, config)
+        pairs = query_key_pairs(length, cached, windows[index])
+        flops["attention core"] += (full if skips else 1.0) * batch * pairs * per_pair
         if routing is not None:
             weights = gate_weights(routing, length) + memory_weights(routing)
             weights += (1 - full) * branch_weights(routing, config)

@@ -82,10 +82,9 @@ class DepthRouteLM(HFLM):
             if adapter is None:
                 raise ValueError("the model depthroute needs adapter=HUB_ID_OR_FOLDER")
             base, model = _load(pretrained, adapter, allow_base_mismatch, dtype, trust_remote_code)
-            if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
-                device = "cpu"
-                if torch.cuda.is_available():  # lm-eval's program asks for a GPU by default
-                    device = "cuda"
+            has_gpu = torch.cuda.is_available()  # lm-eval's program asks for one by default
+            if device is None or (device.startswith("cuda") and not has_gpu):
+                device = "cuda" if has_gpu else "cpu"
             model = model.to(device)
             kwargs.setdefault("tokenizer", base)
         else:
@@ -95,11 +94,9 @@ class DepthRouteLM(HFLM):
         if phases is not None:
             set_phases(model, phases)
         configs = [routing.active_config() for routing in active_routings(model)]
-        if any(
-            config.granularity == "sequence" or config.phases == "prefill" for config in configs
-        ):
-            kwargs["batch_size"] = 1
         self._prompts_alone = any(config.phases == "prefill" for config in configs)
+        if self._prompts_alone or any(config.granularity == "sequence" for config in configs):
+            kwargs["batch_size"] = 1
         self.seconds = 0.0  # inside the model
         self.counter: RouteCounter | None = None  # of what runs full, if that is wanted
         super().__init__(pretrained=model, trust_remote_code=trust_remote_code, **kwargs)
@@ -109,18 +106,13 @@ class DepthRouteLM(HFLM):
     ) -> list[tuple[float, bool]]:
         without_prompt = any(name is None for name, _, _ in requests)
         if not self._prompts_alone or without_prompt:
-            found: list[tuple[float, bool]] = super()._loglikelihood_tokens(
-                requests, *args, **kwargs
-            )
-            return found
+            return super()._loglikelihood_tokens(requests, *args, **kwargs)
         scored: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         start = time.perf_counter()
-        with tqdm(
-            total=len(requests), disable=kwargs.get("disable_tqdm", False), desc="Scoring answers"
-        ) as bar:
-            for number, score, greedy in served_scores(
-                self.model, requests, self.max_length, self._counting
-            ):
+        served = served_scores(self.model, requests, self.max_length, self._counting)
+        hidden = kwargs.get("disable_tqdm", False)
+        with tqdm(total=len(requests), disable=hidden, desc="Scoring answers") as bar:
+            for number, score, greedy in served:
                 scored[number] = score, greedy
                 self.cache_hook.add_partial("loglikelihood", requests[number][0], scored[number])
                 bar.update()
@@ -229,25 +221,15 @@ def evaluate_tasks(
             lm = DepthRouteLM(model, budget=budget, tokenizer=tokenizer, batch_size=batch_size)
             with as_base(model) if name == "dense" else nullcontext():
                 _warm_up(lm)
-                if name == "dense":
-                    lm.counter = None
-                else:
-                    lm.counter = RouteCounter()
+                lm.counter = None if name == "dense" else RouteCounter()
                 results = lm_eval.simple_evaluate(
                     lm, tasks=list(tasks), task_manager=manager, **settings
                 )
-            if lm.counter is None:
-                ratios = [1.0]
-            else:
-                ratios = list(lm.counter.full_ratio().values())
-            phases = None
-            if name != "dense":
-                phases = config.phases
-            runs.append(
-                TaskRun(
-                    name, budget, sum(ratios) / len(ratios), lm.seconds, dict(results or {}), phases
-                )
-            )
+            ratios = [1.0] if lm.counter is None else [*lm.counter.full_ratio().values()]
+            share = sum(ratios) / len(ratios)
+            phases = None if name == "dense" else config.phases
+            found = dict(results or {})
+            runs.append(TaskRun(name, budget, share, lm.seconds, found, phases))
     return runs
 
 
@@ -259,12 +241,8 @@ def scores(run: TaskRun) -> dict[tuple[str, str], tuple[float, float | None]]:
 
 def _warm_up(lm: DepthRouteLM) -> None:
     """The first calls of a process are several times slower."""
-    ids = torch.ones(
-        lm.batch_size if isinstance(lm.batch_size, int) else 1,
-        16,
-        dtype=torch.long,
-        device=lm.device,
-    )
+    rows = lm.batch_size if isinstance(lm.batch_size, int) else 1
+    ids = torch.ones(rows, 16, dtype=torch.long, device=lm.device)
     for _ in range(3):
         lm._model_call(ids)
     lm.seconds = 0.0

@@ -19,9 +19,7 @@ def read_scores(results: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float
             metric, _, kind = name.partition(",")
             if isinstance(value, (int, float)) and kind and not metric.endswith("_stderr"):
                 error = values.get(f"{metric}_stderr,{kind}")
+                known = error if isinstance(error, (int, float)) else None
                 shown = metric if metrics.count(metric) == 1 else name
-                found[task, shown] = (
-                    float(value),
-                    error if isinstance(error, (int, float)) else None,
-                )
+                found[task, shown] = float(value), known
     return found

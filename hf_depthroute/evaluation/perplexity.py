@@ -61,9 +61,8 @@ class BudgetRow:
     behind_prompts: bool = False
 
     def __post_init__(self) -> None:
-        perplexity = math.inf
-        if self.loss < 700:  # exp overflows a float above 709
-            perplexity = math.exp(self.loss)
+        # exp overflows a float above 709
+        perplexity = math.exp(self.loss) if self.loss < 700 else math.inf
         object.__setattr__(self, "perplexity", perplexity)
 
 
@@ -136,9 +135,7 @@ def evaluate_budgets(
     for budget in budgets:
         check_budget(budget)
     kept = list(batches)
-    calibration = None
-    if calibration_batches is not None:
-        calibration = list(calibration_batches)
+    calibration = None if calibration_batches is None else list(calibration_batches)
     rounds = 1 + 2 * len(budgets)
     config = active_routings(model)[0].active_config()
     behind = config.phases == "prefill"
@@ -155,32 +152,25 @@ def evaluate_budgets(
         def routed(budget: float, rule: str, topk_loss: float | None = None) -> BudgetRow:
             if behind:
                 counter = RouteCounter()
-                loss = _mean_loss(
-                    model, seen(), partial(_logits_behind_prompts, model, counter), behind
-                )
+                read = partial(_logits_behind_prompts, model, counter)
+                loss = _mean_loss(model, seen(), read, behind)
             else:
                 with count_routes(model) as counter:
                     loss = mean_loss(model, seen())
             shares = counter.full_ratio().values()
-            gap = None
-            if topk_loss is not None:
-                gap = loss - topk_loss
             return BudgetRow(
                 budget=float(budget),
                 rule=rule,
                 loss=loss,
                 full_ratio=sum(shares) / len(shares),
-                gap=gap,
+                gap=None if topk_loss is None else loss - topk_loss,
                 behind_prompts=behind,
             )
 
         with as_base(model):
             loss = _mean_loss(model, seen(), partial(_logits, model), behind)
-            rows = [
-                BudgetRow(
-                    budget=1.0, rule="dense", loss=loss, full_ratio=1.0, behind_prompts=behind
-                )
-            ]
+        of_dense = {"budget": 1.0, "loss": loss, "full_ratio": 1.0}
+        rows = [BudgetRow(rule="dense", behind_prompts=behind, **of_dense)]
         if not config.takes_budget():
             return [*rows, routed(config.budget, "fixed")]
         for budget in budgets:
@@ -198,8 +188,7 @@ def evaluate_budgets(
 
 
 def _logits(model: nn.Module, inputs: Batch) -> torch.Tensor:
-    logits: torch.Tensor = model(**inputs, use_cache=False).logits
-    return logits
+    return model(**inputs, use_cache=False).logits
 
 
 def _logits_behind_prompts(model: PeftModel, counter: RouteCounter, inputs: Batch) -> torch.Tensor:

@@ -42,7 +42,8 @@ def read_generated(
     alone = active_routings(model)[0].active_config().phases == "prefill"
     rest = ids.shape[1] - prompt
     cache = None
-    for part in ids.split([prompt, *([1] * rest if alone else [rest] * (rest > 0))], dim=1):
+    behind = [1] * rest if alone else [rest] * (rest > 0)
+    for part in ids.split([prompt, *behind], dim=1):
         out = model(input_ids=part, past_key_values=cache, use_cache=True, **inputs)
         cache = out.past_key_values
         yield out
@@ -58,9 +59,7 @@ def as_base(model: Any) -> AbstractContextManager[None]:
         model: A `PeftModel` with one active depth-routed adapter.
     """
     has_modules = any(routing.active_config().modules_to_save for routing in active_routings(model))
-    if has_modules:
-        return model.disable_adapter()
-    return full_depth(model)
+    return model.disable_adapter() if has_modules else full_depth(model)
 
 
 @torch.no_grad()
