@@ -225,9 +225,8 @@ class DepthRouteModel(BaseTuner):
         """Activate routed adapters, with their copies of base modules;
         other methods' copies stay as they are."""
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
-        for module in self.model.modules():
-            if isinstance(module, Routing):
-                module.set_adapter(names, inference_mode=inference_mode)
+        for routing in self._routings():
+            routing.set_adapter(names, inference_mode=inference_mode)
         configs = self.peft_config.items()
         routed = {name for name, config in configs if isinstance(config, DepthRouteConfig)}
         set_copies(self.model, routed, names, inference_mode)
@@ -255,6 +254,18 @@ class DepthRouteModel(BaseTuner):
 
     def merge_adapter(self, *args: object, **kwargs: object) -> None:
         self.merge_and_unload()
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        """Where PEFT is asked not to keep the adapter in float32, as which its parts are made,
+        they take the base's dtype."""
+        super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
+        if autocast_adapter_dtype:
+            return
+        for routing in self._routings():
+            routing.hold_in_base_dtype(adapter_name)
+
+    def _routings(self) -> list[Routing]:
+        return [module for module in self.model.modules() if isinstance(module, Routing)]
 
     @classmethod
     def _get_adapter_state_dict(  # type: ignore[override]

@@ -29,6 +29,7 @@ from .plan import RoutePlan, plan_of
 from .state import RunState
 from .thresholds import BudgetController, ScoreQuantiles
 
+_COMPUTES = (torch.float32, torch.bfloat16, torch.float16)  # not what weights are only stored in
 ROUTING = "routing"  # the attribute of a decoder layer that holds its adapter state
 
 
@@ -375,6 +376,19 @@ class Routing(nn.Module, BaseTunerLayer):
         for part in [group[adapter_name] for group in groups if adapter_name in group]:
             if target.type != "meta" and not any(p.is_meta for p in part.parameters()):
                 part.to(target)
+
+    def hold_in_base_dtype(self, name: str) -> None:
+        """Keep the weights of adapter `name` in the dtype of the layer's FFN, or of its norms where
+        that is quantised; thresholds stay float32."""
+        modules = *self._ffn, self._norms[0]["ffn"][0]
+        held = (parameter.dtype for module in modules for parameter in module.parameters())
+        dtype = next((dtype for dtype in held if dtype in _COMPUTES), None)
+        if dtype is None:
+            return
+        for group in self.adapter_layer_names:
+            parts: nn.ModuleDict = getattr(self, group)
+            if name in parts:
+                parts[name].to(dtype)
 
     def _initialised(self, module: Any, config: DepthRouteConfig, part: str) -> nn.Module:
         """`module`, its weights drawn from a generator that depends on the seed,

@@ -22,7 +22,12 @@ from places import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import hf_depthroute  # noqa: F401  registers the method with PEFT
+from hf_depthroute import (
+    DepthRouteConfig,
+    get_depth_routed_model,
+    record_routes,
+    replay_routes,
+)
 from hf_depthroute.adapter.files import AdapterMismatchError, tensors_hash
 from hf_depthroute.routing.routing import Routing
 
@@ -164,6 +169,47 @@ def test_every_loader_serves_a_bfloat16_base(
     assert torch.equal(logits(loaded), logits(model))
     expected = {key: value.dtype for key, value in own_tensors(model, "default").items()}
     assert {key: value.dtype for key, value in own_tensors(loaded, "default").items()} == expected
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+@pytest.mark.parametrize("kind", ["mlp", "jepa", "block", "memory"])
+def test_an_adapter_that_is_not_kept_in_float32_has_the_dtype_of_its_base(
+    tmp_path: Path, kind: str, low_cpu_mem_usage: bool
+) -> None:
+    """As docs/how-to/serving.md says; weights in float32 are cast in every step."""
+    model = routed(build_base("llama", dtype=torch.bfloat16), kind)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(
+        build_base("llama", dtype=torch.bfloat16),
+        tmp_path,
+        autocast_adapter_dtype=False,
+        low_cpu_mem_usage=low_cpu_mem_usage,
+    )
+    dtypes = {
+        key: value.dtype
+        for key, value in own_tensors(loaded, "default").items()
+        if value.is_floating_point() and "_target." not in key
+    }
+    thresholds = {key for key in dtypes if "_quantiles." in key}
+    assert {dtypes.pop(key) for key in thresholds} == {torch.float32}
+    assert set(dtypes.values()) == {torch.bfloat16}
+    ids = tokens(3, 12)
+    with record_routes(model) as trace, torch.no_grad():
+        expected = model(ids).logits
+    with replay_routes(loaded, trace), torch.no_grad():
+        assert (loaded(ids).logits - expected).abs().max() < 0.1 * expected.std()
+
+
+def test_an_adapter_has_its_bases_dtype_from_the_start_and_float32_stays() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        model = get_depth_routed_model(
+            build_base("llama", dtype=dtype), autocast_adapter_dtype=False
+        )
+        model.add_adapter("other", DepthRouteConfig(layers=[1]))
+        kept = {own_tensors(model, "other")[key].dtype for key in own_tensors(model, "other")}
+        assert kept == {torch.float32, torch.int64}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert {p.dtype for p in trained} == {dtype}
 
 
 @pytest.mark.parametrize("name", NAMES)
