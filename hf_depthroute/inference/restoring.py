@@ -16,8 +16,8 @@ from ..routing.stack import one_change, routings_of
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Put the active adapter's budget, quantile tables and controllers back at the
-    end of the block."""
+    """Put the active adapter's budget, the shares of its layers, quantile tables and controllers
+    back at the end of the block."""
     with one_change(model):
         undo = snapshot(model)
         try:
@@ -58,12 +58,13 @@ def weights_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
-    """A function that puts the active adapter's budget,
-    quantile tables and controllers back as they are now."""
+    """A function that puts the active adapter's budget, the shares of its layers, quantile tables
+    and controllers back as they are now."""
     routings: list[Routing] = [
         routing for routing in routings_of(model) if routing.adapter() is not None
     ]
-    budgets = [(routing.active_config(), routing.active_config().budget) for routing in routings]
+    configs = [routing.active_config() for routing in routings]
+    settings = [(config, config.budget, config.share_shifts) for config in configs]
     tables = [routing.active_quantiles() for routing in routings]
     measured = [(table, table.measured) for table in tables]
     parts: list[nn.Module] = [
@@ -72,8 +73,9 @@ def snapshot(model: nn.Module) -> Callable[[], None]:
     states = [{name: value.clone() for name, value in part.state_dict().items()} for part in parts]
 
     def undo() -> None:
-        for config, budget in budgets:
+        for config, budget, shifts in settings:
             config.budget = budget
+            config.share_shifts = shifts
         for part, state in zip(parts, states):
             part.load_state_dict(state)
         for table, found in measured:

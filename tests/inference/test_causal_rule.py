@@ -24,6 +24,7 @@ from hf_depthroute import (
     set_causal_rule,
 )
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.evaluation.perplexity import evaluate_budgets
 from hf_depthroute.inference.calibration import thresholds
 from hf_depthroute.parts.rules import ranks_among_earlier
 from hf_depthroute.routing.stack import routings_of
@@ -208,6 +209,18 @@ def test_shares_of_layers_go_with_the_weights(tmp_path: Path) -> None:
     draft = draft_view(other, drop=[1])
     left = next(routings_of(draft).__iter__()).active_config()
     assert [left.share_shift(place) for place in range(3)] == [before[0], before[2], before[3]]
+
+
+def test_an_evaluation_leaves_the_shares_of_layers_as_they_were() -> None:
+    model = running_model(budget_scope="global", causal_rule="quantile")
+    set_causal_rule(model, "running")
+    config = model.peft_config["default"]
+    inputs = {"input_ids": tokens(4, 48, seed=3)}
+    before = dict(config.share_shifts)
+    expected = shares(model, **inputs)
+    evaluate_budgets(model, [inputs], [{"input_ids": tokens(8, 32, seed=8)}], [0.2])
+    assert config.share_shifts == before
+    assert shares(model, **inputs) == expected
 
 
 def test_training_with_a_budget_of_all_layers_is_refused_and_leaves_no_old_shares(
