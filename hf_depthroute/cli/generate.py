@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from .loading import Source
 
 
+_OF_SAMPLING = ("temperature", "top_p")
+
+
 @dataclass(kw_only=True)
 class GenerateOptions(o.AdapterOptions):
+    context: typer.Context
     prompt: Annotated[str | None, "Start of the text. Default: read from stdin."] = None
     chat_template: o.ChatTemplate = True
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64
@@ -194,6 +198,8 @@ def _check_options(options: GenerateOptions) -> None:
         raise CliError(f"--temperature {options.temperature}: must be a finite number above 0")
     if not 0 < options.top_p <= 1:
         raise CliError(f"--top-p {options.top_p}: must be in (0, 1]")
+    if not options.sample:
+        o.refuse_unused(options.context, _OF_SAMPLING, "no effect without --sample")
     for name in ("budget", "phases"):
         if options.full and getattr(options, name) is not None:
             raise CliError(f"--{name} has no effect with --full; leave one out")

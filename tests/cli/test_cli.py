@@ -604,6 +604,8 @@ def test_a_mistyped_command_gets_a_suggestion(run: Run) -> None:
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "the", "--temperature", "0"], "--temperature 0.0"),
         (["--prompt", "the", "--top-p", "2"], "--top-p 2.0"),
+        (["--prompt", "the", "--temperature", "0.5"], "no effect without --sample"),
+        (["--prompt", "the", "--top-p", "0.9", "--greedy"], "no effect without --sample"),
         (["--prompt", "the", "--budget", "2"], "budget=2.0"),
         (["--prompt", "the", "--budget", "0.5", "--full"], "no effect with --full"),
         (["--prompt", "the", "--max-new-tokens", "1000"], "the model has 64 positions"),
