@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +29,8 @@ from ..inference.calibration import active_routings, set_budget
 from ..inference.phases import set_phases
 from ..inference.restoring import restored
 from ..routing.stack import state_of
-from ..routing.trace import RouteCounter
+from ..routing.state import Recorder
+from ..routing.trace import RouteCounter, RouteRecord
 from .harness_scores import read_scores
 from .served import as_base, read_generated, served_scores
 
@@ -119,9 +120,9 @@ class DepthRouteLM(HFLM):
         self.seconds += time.perf_counter() - start
         return scored
 
-    def _model_call(self, *args: object, **kwargs: object) -> torch.Tensor:
-        with self._counting():
-            return self._timed(lambda: super(DepthRouteLM, self)._model_call(*args, **kwargs))
+    def _model_call(self, inps: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        with self._counting(inps):
+            return self._timed(lambda: super(DepthRouteLM, self)._model_call(inps, *args, **kwargs))
 
     def _model_generate(self, context: torch.Tensor, *args: object, **kwargs: Any) -> Any:
         ids = self._timed(
@@ -139,10 +140,19 @@ class DepthRouteLM(HFLM):
                         pass
         return ids
 
-    def _counting(self) -> AbstractContextManager[None]:
+    def _counting(self, padded_BT: torch.Tensor | None = None) -> AbstractContextManager[None]:
+        """Count what the passes in the block decide, if that is wanted.
+
+        Args:
+            padded_BT: Token ids of the one pass, which ends its rows with zeros for padding, and
+                gives the model no mask. A text that ends in token 0 loses it here.
+        """
         if self.counter is None:
             return nullcontext()
-        return state_of(self.model).override(recorders=(self.counter,))
+        counter: Recorder = self.counter
+        if padded_BT is not None:
+            counter = _TextCounter(self.counter, padded_BT.flip(1).cumsum(1).flip(1) > 0)
+        return state_of(self.model).override(recorders=(counter,))
 
     def _timed(self, run: Callable[[], Result]) -> Result:
         start = time.perf_counter()
@@ -150,6 +160,23 @@ class DepthRouteLM(HFLM):
         synchronise(self.device)
         self.seconds += time.perf_counter() - start
         return result
+
+
+@dataclass(frozen=True, eq=False)
+class _TextCounter:
+    """A recorder of one forward pass that counts its text, and no padding.
+
+    Attributes:
+        counter: What it is added to.
+        text_BT: Bool `[B, T]`.
+    """
+
+    counter: RouteCounter
+    text_BT: torch.Tensor
+
+    def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
+        text_BT = self.text_BT.to(record.mask.device)
+        self.counter[layer_index] = replace(record, token_mask=text_BT)
 
 
 @dataclass

@@ -120,6 +120,18 @@ def test_batch_size_and_padding_change_no_score(
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-4)
 
 
+def test_padding_is_no_part_of_the_share_that_runs_in_full(base: Path, tasks: Path) -> None:
+    model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp")
+    alone, padded = (
+        evaluate_tasks(
+            model, word_tokenizer(), ["small_choice"], [0.5], include_path=tasks, batch_size=size
+        )[1].full_ratio
+        for size in (1, 36)
+    )
+    assert 0 < alone < 1
+    assert padded == pytest.approx(alone, abs=1e-3)
+
+
 def test_with_prompts_alone_answers_are_scored_as_they_are_served(base: Path, tasks: Path) -> None:
     """The prompt is read once for all of its answers,
     and each token of an answer is decoded behind it."""
