@@ -79,6 +79,18 @@ def bench(options: BenchOptions) -> None:
             print_rows(rows)
 
 
+def _refuse_unused(options: BenchOptions, kinds: tuple[str, ...]) -> None:
+    """`CliError` where an option is for a case that is not among `kinds`."""
+    if "prefill" not in kinds:
+        o.refuse_unused(options.context, ("batch",), "no effect without --cases prefill")
+    if not options.decode_steps:
+        o.refuse_unused(options.context, ("decode_batch",), "no effect with --decode-steps 0")
+    elif "decode" not in kinds:
+        o.refuse_unused(
+            options.context, ("decode_batch", "decode_steps"), "no effect without --cases decode"
+        )
+
+
 def _compare(old: Path, new: Path, out: Path | None) -> None:
     from . import loading
 
@@ -124,6 +136,7 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     kinds = o.parse_names("--cases", options.cases, Case.KINDS)
     if set(kinds) == {"decode"} and not options.decode_steps:
         raise CliError(f"bench: --decode-steps 0 leaves nothing of --cases {options.cases}")
+    _refuse_unused(options, kinds)
     cases = []
     with refused("bench: "):
         every = Case(

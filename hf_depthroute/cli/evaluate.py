@@ -60,7 +60,9 @@ class EvalOptions(o.TextOptions, o.AdapterOptions):
     calibrate_on: Annotated[
         str | None, "Split to calibrate every budget on. Default: the adapter's own thresholds."
     ] = None
-    calibration_blocks: Annotated[int, typer.Option(min=1, help="Blocks to calibrate on.")] = 64
+    calibration_blocks: Annotated[
+        int, typer.Option(min=1, help="With --calibrate-on: blocks to calibrate on.")
+    ] = 64
     include_path: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="With --tasks: lm-eval task files of your own."),
@@ -92,6 +94,10 @@ def evaluate(options: EvalOptions) -> None:
         raise CliError("eval: give one of --dataset and --tasks")
     if options.tasks is None:
         o.refuse_unused(options.context, _OF_TASKS, "no effect without --tasks")
+        if options.calibrate_on is None:
+            o.refuse_unused(
+                options.context, ("calibration_blocks",), "no effect without --calibrate-on"
+            )
     else:
         o.refuse_unused(
             options.context, _OF_LOSS, "no effect with --tasks, which bring their own texts"

@@ -97,6 +97,10 @@ def fit(options: FitOptions) -> None:
     Example:
       hf-depthroute fit --model Qwen/Qwen2.5-0.5B --dataset python-stdlib --keep 0.5 --out fitted
     """
+    if options.phases == "all":
+        o.refuse_unused(
+            options.context, ("keep_of", "prompt_length"), "no effect without --phases prefill"
+        )
     options.out = check_out(options.out, options.overwrite, resume=False)
     from . import loading
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from .loading import Source
 
-
 _OF_SAMPLING = ("temperature", "top_p")
 
 

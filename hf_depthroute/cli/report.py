@@ -29,6 +29,7 @@ _TIMED_BLOCKS = 4  # sequences of the prefill that is timed, as in bench
 
 @dataclass(kw_only=True)
 class ReportOptions(o.TextOptions, o.AdapterOptions):
+    context: typer.Context
     dataset: Annotated[
         str,
         typer.Option(
@@ -84,6 +85,12 @@ def report(options: ReportOptions) -> None:
     """  # noqa: E501
     if not options.dataset:
         raise CliError(f"report: give --dataset, the text to measure adapter {options.adapter} on")
+    if options.prompt is None:
+        o.refuse_unused(options.context, ("max_new_tokens",), "no effect without --prompt")
+    if options.bench_file is not None or not options.speed:
+        o.refuse_unused(
+            options.context, ("repeats",), "no effect with --bench or --no-speed: nothing is timed"
+        )
     say(_report_adapter(options))
 
 

@@ -38,6 +38,7 @@ from .errors import OTHER, CliError, refused
 from .output import check_space, made, noted
 from .resuming import ARGUMENTS, check_same_run, checkpoint_to_resume
 from .saving import bytes_needed, save_adapter
+from .unused import refuse_unused
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -122,6 +123,7 @@ def _prepared(options: TrainOptions) -> Run:
     if not 0 < options.lr < float("inf"):
         raise CliError(f"--lr {options.lr}: must be a finite number above 0")
     arguments = _training_arguments(options, training_values)
+    refuse_unused(options, config, arguments)
     found = loading.find_base(options.adapter or "", config, options.model, options.gguf_file)
     source = loading.Source(options, config, *found)
     depth = source.base_config.num_hidden_layers

@@ -133,6 +133,11 @@ def load_text(
             broken or empty; the column does not hold text.
     """
 
+    if name is not None and not _has_configurations(source):
+        raise DataError(
+            f"dataset {source}: has no configuration {name!r}, as a dataset of the Hub may; leave "
+            "the name out"
+        )
     if source == PYTHON_STDLIB:
         dataset: Any = _stdlib(split)
         if streaming:
@@ -216,6 +221,17 @@ def pack(
     return packed
 
 
+def _has_configurations(source: str) -> bool:
+    """Whether `datasets` looks for one of several configurations in `source`."""
+    path = Path(source).expanduser()
+    return source != PYTHON_STDLIB and not path.is_file() and not _is_saved(path)
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` made this folder."""
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
 def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
     import datasets
 
@@ -225,7 +241,7 @@ def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
     else:
         arguments = {"path": str(path.resolve()) if path.is_dir() else source, "name": name}
     try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        if _is_saved(path):
             return _from_disk(path, split, streaming)
         return datasets.load_dataset(**arguments, split=split, streaming=streaming)
     except Exception as error:  # datasets has no common base class for what goes wrong

@@ -655,6 +655,38 @@ def test_eval_refuses_budgets(
             ["eval", "ADAPTER", "--tasks", "piqa", "--blocks", "3"],
             "eval: --blocks has no effect with --tasks",
         ),
+        (
+            ["eval", "ADAPTER", "--dataset", "TEXT", "--calibration-blocks", "3"],
+            "eval: --calibration-blocks has no effect without --calibrate-on",
+        ),
+        (
+            ["generate", "ADAPTER", "--prompt", "the", "--temperature", "0.5", "--top-p", "0.9"],
+            "generate: --temperature and --top-p have no effect without --sample",
+        ),
+        (
+            ["bench", "ADAPTER", "--cases", "prefill", "--decode-steps", "2"],
+            "bench: --decode-steps has no effect without --cases decode",
+        ),
+        (
+            ["bench", "ADAPTER", "--decode-steps", "0", "--decode-batch", "2"],
+            "bench: --decode-batch has no effect with --decode-steps 0",
+        ),
+        (
+            ["bench", "ADAPTER", "--cases", "decode", "--batch", "2"],
+            "bench: --batch has no effect without --cases prefill",
+        ),
+        (
+            ["report", "ADAPTER", "--dataset", "TEXT", "--max-new-tokens", "3"],
+            "report: --max-new-tokens has no effect without --prompt",
+        ),
+        (
+            ["report", "ADAPTER", "--dataset", "TEXT", "--no-speed", "--repeats", "3"],
+            "report: --repeats has no effect with --bench or --no-speed",
+        ),
+        (
+            ["fit", "--model", "x", "--dataset", "TEXT", "--out", "x", "--keep-of", "time"],
+            "fit: --keep-of has no effect without --phases prefill",
+        ),
     ],
 )
 def test_an_option_that_nothing_looks_at_is_refused(

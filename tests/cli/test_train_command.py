@@ -206,6 +206,46 @@ def test_a_preset_is_the_method_and_options_override_it(train: Run, tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--hold-out", 0.1, "--validation-split", "train"), "--hold-out has no effect with"),
+        (("--hold-out", 0, "--validation-blocks", 2), "--validation-blocks has no effect with"),
+        (("--budget-start", 0.9), "without --budget-schedule-steps above 0"),
+        (("--temperature-start", 3), "without --temperature-schedule-steps above 0"),
+        (("--oracle-window", 4), "without --oracle all_full or on_policy"),
+        (("--util-weight", 2), "without --oracle all_full or on_policy"),
+        (("--cgs-warmup", 4), "without --cgs-weight above 0"),
+        (("--alive-weight", 0, "--alive-min", 0.1), "without --alive-weight above 0"),
+        (("--controller-step", 0.1), "without --selection controller"),
+        (("--jepa-weight", 2), "without --gate jepa"),
+        (("--gate", "jepa", "--jepa-weight", 0, "--jepa-targets", "deranged"), "--jepa-weight"),
+        (("--predictor-weight", 2), "without --causal-rule predictor"),
+        (("--preset", "loss-free-balancing", "--budget-start", 0.9), "without --budget-schedule"),
+    ],
+)
+def test_an_option_for_another_one_that_is_missing_is_refused(
+    words: tuple[object, ...], message: str, train: Run
+) -> None:
+    code, _, err = train(*words)
+    assert code == errors.USAGE
+    assert "no effect" in err and message in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--preset", "loss-free-balancing", "--controller-step", 0.02),
+        ("--oracle", "on_policy", "--oracle-warmup", 0, "--util-weight", 0.5),
+        ("--util-weight", 0, "--jepa-weight", 0),  # what is, said
+        ("--hold-out", 0, "--validation-split", "train", "--validation-blocks", 1),
+    ],
+)
+def test_an_option_that_has_its_other_one_is_taken(words: tuple[object, ...], train: Run) -> None:
+    code, _, err = train(*words)
+    assert code == 0, err
+
+
 # Going on
 
 

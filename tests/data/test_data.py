@@ -221,6 +221,16 @@ def test_a_stream_without_the_column_is_refused(tmp_path: Path) -> None:
         load_text(str(path), column="body", streaming=True)
 
 
+def test_a_name_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    """A configuration is a Hub dataset's; a file or a saved folder has none."""
+    file = tmp_path / "text.txt"
+    file.write_text("one\ntwo\n")
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
+    for source in (file, tmp_path / "saved", PYTHON_STDLIB):
+        with pytest.raises(DataError, match="has no configuration 'sample'"):
+            load_text(str(source), name="sample")
+
+
 def test_a_hub_dataset_is_refused_when_offline() -> None:
     with pytest.raises(DataError, match="HF_HUB_OFFLINE is set") as error:
         load_text("someone/dataset")
