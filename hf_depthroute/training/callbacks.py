@@ -28,7 +28,7 @@ from ..routing.misuse import FROZEN
 from ..routing.routing import Routing
 from ..routing.stack import routed_stack, state_of
 from .arguments import RoutingArguments
-from .log_lines import missed_budget, print_lines
+from .log_lines import missed_budget, print_lines, unfinished_schedules
 from .objective import RoutingObjective
 from .record import known, record_of, remember_training, training_record
 
@@ -49,6 +49,10 @@ class RoutingCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.begun = time.monotonic()
+        config = active_routings(self.objective.model)[0].active_config()
+        if state.is_world_process_zero:
+            for line in unfinished_schedules(self.objective.arguments, config, state.max_steps):
+                say(line)
         self._remember(args, state, kwargs)
 
     def _remember(

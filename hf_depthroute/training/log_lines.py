@@ -15,6 +15,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerStat
 from ..config.adapter import DepthRouteConfig
 from ..files.shown import say
 from ..parts.gates import GATES
+from .arguments import RoutingArguments
+from .objective import ramp
 
 if TYPE_CHECKING:
     from transformers import TrainerControl
@@ -118,6 +120,31 @@ def log_line(
     if seconds_left is not None:
         parts += [f"{duration(seconds_left)} left"]
     return " | ".join(parts)
+
+
+def unfinished_schedules(
+    arguments: RoutingArguments, config: DepthRouteConfig, steps: int
+) -> list[str]:
+    """A line on every schedule that ends after a training of `steps` optimizer steps does."""
+    if GATES[config.gate].static:
+        return []
+    assert config.gate_temperature is not None
+    ends = {
+        "budget": (arguments.budget_start, config.budget),
+        "temperature": (arguments.temperature_start, config.gate_temperature),
+    }
+    found = []
+    for name, (start, end) in ends.items():
+        length = getattr(arguments, f"{name}_schedule_steps")
+        last = ramp(steps - 1, length, start, end)
+        if length <= steps or last in (None, end):
+            continue
+        found.append(
+            f"note: {name}_schedule_steps={length} is longer than this training of {steps} steps, "
+            f"which ends at a {name} of {last:.3g}, not at the adapter's {end:g}: train for at "
+            f"least {length} steps, or make the schedule shorter"
+        )
+    return found
 
 
 def missed_budget(config: DepthRouteConfig, history: Sequence[Mapping[str, Any]]) -> str | None:

@@ -180,8 +180,8 @@ class RoutingObjective:
         state = state_of(self.model)
         temperature = config.gate_temperature
         assert temperature is not None
-        state.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, config.budget)
-        state.scheduled_temperature = _ramp(
+        state.scheduled_budget = ramp(step, a.budget_schedule_steps, a.budget_start, config.budget)
+        state.scheduled_temperature = ramp(
             step, a.temperature_schedule_steps, a.temperature_start, temperature
         )
 
@@ -327,7 +327,8 @@ def _is_due(step: int, warmup: int, interval: int) -> bool:
     return step >= warmup and (step - warmup) % interval == 0
 
 
-def _ramp(step: int, steps: int, start: float, end: float) -> float | None:
+def ramp(step: int, steps: int, start: float, end: float) -> float | None:
+    """The value of a linear schedule at optimizer step `step`; None once it has ended."""
     if step >= steps:
         return None
     return start + (end - start) * step / steps

@@ -16,8 +16,19 @@ from training import Row, rows, training_arguments
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 from transformers.integrations import integration_utils
 
-from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, get_depth_routed_model
-from hf_depthroute.training.log_lines import duration, log_line, missed_budget
+from hf_depthroute import (
+    DepthRouteCallback,
+    DepthRouteConfig,
+    DepthRouteTrainer,
+    get_depth_routed_model,
+)
+from hf_depthroute.training.arguments import RoutingArguments
+from hf_depthroute.training.log_lines import (
+    duration,
+    log_line,
+    missed_budget,
+    unfinished_schedules,
+)
 
 DEPTH = 24
 LINE = re.compile(
@@ -167,6 +178,53 @@ def test_a_fixed_threshold_that_ends_far_from_its_budget_says_so(
         share = float(re.search(r"full ([\d.]+)%", out)[1]) / 100  # type: ignore[index]
         said = f"far from the budget of {budget:.1%}: the threshold of this gate is fixed at" in out
         assert said == (gate == "linear" and abs(share - budget) > 0.1), (gate, out)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_schedule_that_does_not_end_is_said_before_the_first_step(
+    ours: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedules = {"budget_schedule_steps": 8, "temperature_schedule_steps": 2}
+    model = build_routed("llama")
+    fields = {"max_steps": 2, "logging_steps": 1}
+    if ours:
+        arguments = training_arguments(tmp_path, **schedules, **fields)
+        trainer: Any = DepthRouteTrainer(model=model, args=arguments, train_dataset=rows(4))
+    else:
+        trainer = Trainer(
+            model=model,
+            args=training_arguments(tmp_path, **fields),
+            train_dataset=rows(4),
+            callbacks=[DepthRouteCallback(arguments=RoutingArguments(**schedules))],
+        )
+    trainer.train()
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == (
+        "note: budget_schedule_steps=8 is longer than this training of 2 steps, which ends at a "
+        "budget of 0.938, not at the adapter's 0.5: train for at least 8 steps, or make the "
+        "schedule shorter"
+    )
+    assert not [line for line in others if "schedule" in line]
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"budget_schedule_steps": 10}, []),
+        ({"budget_schedule_steps": 11}, ["budget"]),
+        ({"budget_schedule_steps": 11, "budget_start": 0.5}, []),
+        ({"temperature_schedule_steps": 99, "temperature_start": 8.0}, ["temperature"]),
+        ({"temperature_schedule_steps": 99}, []),  # from 2 to 2
+    ],
+)
+def test_what_a_training_of_ten_steps_leaves_unfinished(
+    fields: dict[str, Any], names: list[str]
+) -> None:
+    config = DepthRouteConfig()
+    lines = unfinished_schedules(RoutingArguments(**fields), config, 10)
+    assert [line.split("_")[0] for line in lines] == [f"note: {name}" for name in names]
+    static = DepthRouteConfig(gate="none")
+    assert unfinished_schedules(RoutingArguments(**fields), static, 10) == []
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.65, False), (0.9, True), (0.3, True)])
