@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..files.shown import reason, say
+from ..files.shown import say
 from . import options as o
 from .errors import CliError
 from .output import short_name
@@ -145,16 +145,14 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
     """Let `transformers serve` list the model that is served, keep to the limits,
     and end on Ctrl-C.
 
-    By itself it lists what lies in the Hub's cache, answers 500 to what a client got wrong, and its
-    threads of continuous batching outlive it.
+    By itself it lists what lies in the Hub's cache, and its threads of continuous batching outlive
+    it.
     """
-    import jinja2
     import uvicorn
-    from fastapi.responses import JSONResponse
     from transformers.cli.serving import server, utils
 
     from .serve_generation import limited_managers
-    from .serve_limits import Guard, error_body
+    from .serve_limits import limited
 
     owner = name.split("/")[0] if "/" in name else ""
     model = {
@@ -167,20 +165,13 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
     managers = utils.GenerateManager, utils.CBGenerateManager
     states = []
 
-    async def wrong(request: Any, error: Exception) -> Any:
-        return JSONResponse(error_body(reason(error)[:300]), status_code=400)
-
     def build_server(
         model_manager: Any, *handlers: Any, generation_state: Any, **others: object
     ) -> Any:
         model_manager.get_gen_models = lambda: [model]
         states.append(generation_state)
-        served = build(model_manager, *handlers, generation_state=generation_state, **others)
-        for kind in (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError):
-            served.add_exception_handler(kind, wrong)
-        return Guard(
-            served, name, limits, lambda: next(iter(model_manager.loaded_models.values())).processor
-        )
+        app = build(model_manager, *handlers, generation_state=generation_state, **others)
+        return limited(app, name, limits)
 
     configure: Any = uvicorn.Config
     server.build_server = build_server  # type: ignore[assignment]

@@ -1,190 +1,152 @@
 """The limits of `hf-depthroute serve`: what a request may be and compute,
 and its end when its client leaves.
 
-`transformers serve` takes every request, computes for clients that have left, loads any model it is
-asked for, and answers 500 to what a client got wrong. `Guard` wraps it, and its two generation
-managers are replaced by `serve_generation.limited_managers` while a server runs.
+`transformers serve` takes every request, computes for clients that have left, and answers 500 to
+what a client got wrong. `limited` gives its app other POST routes, and its two generation managers
+are replaced by `serve_generation.limited_managers` while a server runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
+import jinja2
+from fastapi import Depends, FastAPI
+from fastapi.responses import JSONResponse, Response
 from pydantic_core import from_json
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..files.shown import shown
+from ..files.shown import reason
 from .serve_generation import STREAMERS
-from .serve_prompts import fault_of_prompt
 from .serve_settings import Limits, wrong_settings
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _LOAD = "/load_model"
-_BODY_SECONDS = 30.0
+_CLIENTS_FAULTS = (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError)
 
 
-class BadRequest(Exception):
-    """A request that is refused: an HTTP status and why."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-
-
-class Guard:
-    """ASGI middleware: checks requests, bounds how many there are,
-    and ends those that no client waits for.
+def limited(app: FastAPI, model: str, limits: Limits) -> ASGIApp:
+    """`app` with no POST routes but those of generation and of loading, each within limits.
 
     Args:
-        app: The server that it wraps.
+        app: Made by `transformers serve`; it is changed.
         model: The name of the one model that is served.
         limits: What a request may ask for.
-        tokenizer: Gives the model's, with which prompts are counted first; None: only the app
-            counts them.
     """
+    running = 0
 
-    def __init__(
-        self, app: Any, model: str, limits: Limits, tokenizer: Callable[[], Any] | None = None
-    ) -> None:
-        self.app = app
-        self.model = model
-        self.limits = limits
-        self.tokenizer = tokenizer
-        self.requests = 0
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
-        try:
-            self._check_path(scope["path"])
-            body = await _read(Request(scope, receive), self.limits.body_bytes)
-            if body is None:  # the client has left
-                return
-            content = self._checked(scope["path"], body)
-            if self.requests >= self.limits.requests:
-                raise BadRequest(
-                    429, f"{self.requests} requests are running or waiting; try again later"
-                )
-            self.requests += 1
-            try:
-                await self._check_prompt(content)
-                await self._run(scope, body, receive, send)
-            finally:
-                self.requests -= 1
-        except BadRequest as refused:
-            await _answer(refused)(scope, receive, send)
-        except asyncio.CancelledError:
-            # The server ends, and the time that it gave its answers is over. Their clients see a
-            # broken connection.
-            return
-
-    def _check_path(self, path: str) -> None:
-        if path not in (*GENERATION, _LOAD):
-            raise BadRequest(
-                404, f"{shown(path)[:100]} is not served; use one of: {', '.join(GENERATION)}"
-            )
-
-    async def _check_prompt(self, content: Mapping[str, Any]) -> None:
-        """Refuse a prompt that is too long, in a thread:
-        tokenising one of a megabyte takes seconds."""
-        if self.tokenizer is not None:
-            most = self.limits.prompt_tokens
-            fault = await asyncio.to_thread(fault_of_prompt, content, most, self.tokenizer())
-            if fault is not None:
-                raise BadRequest(400, fault)
-
-    def _checked(self, path: str, body: bytes) -> dict[str, Any]:
-        """The content of a body that may be run."""
-        try:
-            content = from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise BadRequest(400, f"the body is not JSON in UTF-8: {error}") from error
-        if not isinstance(content, dict):
-            raise BadRequest(400, "the body is not a JSON object")
+    async def content_of(request: Request) -> dict[str, Any]:
+        content = _parsed(await _read(request, limits.body_bytes))
         wanted = content.get("model")
-        if wanted != self.model and (wanted is not None or path == _LOAD):
-            raise BadRequest(400, f"this server has one model, {self.model!r}; name it")
-        wrong = wrong_settings(content, self.limits.output_tokens, path)
+        if wanted != model and (wanted is not None or request.url.path == _LOAD):
+            raise HTTPException(400, f"this server has one model, {model!r}; name it")
+        wrong = wrong_settings(content, limits.output_tokens, request.url.path)
         if wrong is not None:
-            raise BadRequest(400, wrong)
+            raise HTTPException(400, wrong)
         return content
 
-    async def _run(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
-        """The app on the body that was read, until it is done or the client has left."""
-        # An id that a client chose could be another's, and answers are delivered by it.
-        headers = [
-            (name, value) for name, value in scope["headers"] if name.lower() != b"x-request-id"
-        ]
-        left, sent = asyncio.Event(), False
-
-        async def replay() -> Message:
-            nonlocal sent
-            if not sent:
-                sent = True
-                return {"type": "http.request", "body": body, "more_body": False}
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def wait_for_the_end() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            left.set()
-
+    async def place() -> AsyncIterator[None]:
+        """One of the places for requests that run or wait, until the answer is sent."""
+        nonlocal running
+        if running >= limits.requests:
+            why = f"{running} requests are running or waiting; try again later"
+            raise HTTPException(429, why, {"Retry-After": "1"})
+        running += 1
         streamers: list[Any] = []
         STREAMERS.set(streamers)
-        running = asyncio.ensure_future(self.app({**scope, "headers": headers}, replay, send))
-        listening = asyncio.ensure_future(wait_for_the_end())
         try:
-            await asyncio.wait({running, listening}, return_when=asyncio.FIRST_COMPLETED)
+            yield
         finally:
-            listening.cancel()
-            if not running.done():
-                running.cancel()
-        try:
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
-        finally:
-            # The client has gone, or the server is about to.
-            if left.is_set() or running.cancelled():
-                for streamer in streamers:
-                    streamer.cancel()
+            running -= 1
+            for streamer in streamers:
+                streamer.cancel()
+
+    checked = Depends(content_of)
+
+    def generates(endpoint: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Response]]:
+        async def answer(request: Request, content: dict[str, Any] = checked) -> Response:
+            # An id that a client chose could be another's, and answers are delivered by it.
+            request.state.request_id = str(uuid.uuid4())
+            return await _while_connected(request, endpoint(request, content))
+
+        return answer
+
+    def loads(endpoint: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Response]]:
+        async def answer(content: dict[str, Any] = checked) -> Response:
+            return await endpoint(content)
+
+        return answer
+
+    routes: list[Any] = [r for r in app.routes if "POST" in getattr(r, "methods", ())]
+    app.router.routes[:] = [route for route in app.routes if route not in routes]
+    kinds = {**dict.fromkeys(GENERATION, generates), _LOAD: loads}
+    for route in routes:
+        if route.path in kinds:
+            answer = kinds[route.path](route.endpoint)
+            app.post(route.path, dependencies=[Depends(place)], response_model=None)(answer)
+    app.add_exception_handler(HTTPException, _refused)
+    for kind in _CLIENTS_FAULTS:
+        app.add_exception_handler(kind, _wrong)
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        # A client has left, or the server ends and the time that it gave its answers is over.
+        with contextlib.suppress(ClientDisconnect, asyncio.CancelledError):
+            await app(scope, receive, send)
+
+    return served
 
 
-async def _read(request: Request, most: int) -> bytes | None:
-    """The body of a request; None if its client leaves before it has arrived."""
+async def _read(request: Request, most: int) -> bytes:
+    """The body of a request."""
     body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > most:
-                    raise BadRequest(413, f"the body is larger than {most:,} bytes")
-    except TimeoutError:
-        raise BadRequest(408, f"the body did not arrive within {_BODY_SECONDS:.0f} s") from None
-    except ClientDisconnect:
-        return None
+    async for part in request.stream():
+        body += part
+        if len(body) > most:  # the rest is not read
+            why = f"the body is larger than {most:,} bytes"
+            raise HTTPException(413, why, {"Connection": "close"})
     return bytes(body)
 
 
-def _answer(refused: BadRequest) -> JSONResponse:
-    # What is left of a body that is too large, or late, is not read.
-    headers = {
-        429: {"Retry-After": "1"},
-        408: {"Connection": "close"},
-        413: {"Connection": "close"},
-    }
-    return JSONResponse(error_body(str(refused)), refused.status, headers.get(refused.status))
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        content = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise HTTPException(400, f"the body is not JSON in UTF-8: {error}") from error
+    if not isinstance(content, dict):
+        raise HTTPException(400, "the body is not a JSON object")
+    return content
 
 
-def error_body(why: str) -> dict[str, Any]:
+async def _while_connected(request: Request, answering: Awaitable[Any]) -> Any:
+    """The answer; it is cancelled when the client leaves."""
+    answer = asyncio.ensure_future(answering)
+    leaving = asyncio.ensure_future(request.receive())  # nothing else comes after the body
+    try:
+        await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientDisconnect
+        return answer.result()
+    finally:
+        answer.cancel()
+        leaving.cancel()
+
+
+async def _refused(request: Request, error: Any) -> JSONResponse:
+    return _error(error.status_code, str(error.detail), error.headers)
+
+
+async def _wrong(request: Request, error: Exception) -> JSONResponse:
+    return _error(400, reason(error)[:300])
+
+
+def _error(status: int, why: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """An error as OpenAI's API says it."""
-    return {"error": {"message": why, "type": "invalid_request_error"}}
+    return JSONResponse(
+        {"error": {"message": why, "type": "invalid_request_error"}}, status, headers
+    )

@@ -27,8 +27,6 @@ from transformers.utils.import_utils import is_serve_available
 
 from hf_depthroute.cli.serve import link_model
 from hf_depthroute.cli.serve_generation import check_generation, check_shared, limited_managers
-from hf_depthroute.cli.serve_limits import Guard
-from hf_depthroute.cli.serve_prompts import fault_of_prompt
 from hf_depthroute.cli.serve_settings import Limits, wrong_settings
 
 POSITIONS = 1 << 17
@@ -197,7 +195,6 @@ WRONG: dict[str, tuple[str, Any, int]] = {
         {"messages": [], "chat_template_kwargs": {"chat_template": "x"}},
         400,
     ),
-    "long words": ("/v1/completions", SHORT | {"prompt": "x" * 100_000}, 400),
     "long chat": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "the " * 1200}]},
@@ -378,47 +375,6 @@ def test_continuous_batching_serves_the_models_own_settings(
         check_shared(GenerationConfig(**wanted), GenerationConfig(**shared))
 
 
-def test_a_long_prompt_is_counted_outside_of_the_event_loop() -> None:
-    """Whoever is served at the same time does not wait for it."""
-
-    counted_in: list[int] = []
-
-    def tokenizer(text: str, **how: Any) -> dict[str, list[int]]:
-        counted_in.append(threading.get_ident())
-        return {"input_ids": [0] * (len(text) // 4)}
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    guard = Guard(app, "m", Limits(10_000, 8, 2), lambda: tokenizer)
-    assert ask(guard, json.dumps({"prompt": "abcd" * 9000}).encode())[0]["status"] == 200
-    assert counted_in and threading.get_ident() not in counted_in
-    assert ask(guard, json.dumps({"prompt": "abcd" * 11_000}).encode())[0]["status"] == 400
-    assert guard.requests == 0
-
-
-@pytest.mark.parametrize(
-    "content, most, said",
-    [
-        ({"prompt": "the cat " * 5}, 4, None),  # short ones are left to the handler
-        ({"prompt": "the cat " * 1000}, 4000, None),
-        ({"prompt": "the cat " * 2000}, 1000, "more than 1000 tokens"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "the " * 5000}]}]},
-            2000,
-            "more than",
-        ),
-        ({"input": "x" * 100_000, "instructions": None}, 64, "100,000 characters"),
-        ({"prompt": 5, "messages": {"a": [None, True]}}, 64, None),
-    ],
-)
-def test_a_prompt_is_bounded_before_its_handler(
-    content: dict[str, Any], most: int, said: str | None
-) -> None:
-    fault = fault_of_prompt(content, most, word_tokenizer())
-    assert fault == said if said is None else said in str(fault)
-
-
 @needs_serve
 @pytest.mark.nightly(unless=lambda option: not option)
 @pytest.mark.parametrize(
@@ -474,64 +430,84 @@ def test_an_answer_is_cut_to_the_models_positions(server: Server) -> None:
     assert (config.max_new_tokens, config.max_length) == (4, None)
 
 
-def ask(guard: Guard, body: bytes, path: str = "/v1/completions", stay: bool = True) -> Any:
-    """The status that `guard` answers a request with; its client leaves at once unless it stays."""
+def app_of(completions: Any, limits: Limits) -> Any:
+    """An app of one generating route, within limits."""
+    from fastapi import FastAPI
+    from starlette.requests import Request
 
-    async def run() -> list[Any]:
-        sent: list[Any] = []
-        given: asyncio.Queue[Any] = asyncio.Queue()
-        given.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        if not stay:
-            given.put_nowait({"type": "http.disconnect"})
+    from hf_depthroute.cli.serve_limits import limited
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def endpoint(request: Request, body: dict[str, Any]) -> Any:
+        return await completions(request, body)
 
-        headers = [(b"x-request-id", b"another's"), (b"content-type", b"application/json")]
-        await guard(
-            {"type": "http", "method": "POST", "path": path, "headers": headers}, given.get, send
-        )
-        return sent
-
-    return asyncio.run(asyncio.wait_for(run(), 10))
+    app = FastAPI()
+    app.post("/v1/completions", response_model=None)(endpoint)
+    return limited(app, "m", limits)
 
 
+def ask(app: Any, body: bytes, path: str = "/v1/completions", stay: bool = True) -> Any:
+    """The messages that `app` answers a request with; its client leaves at once unless it stays."""
+    return asyncio.run(asyncio.wait_for(sent_by(app, body, path, stay), 10))
+
+
+async def sent_by(
+    app: Any, body: bytes, path: str = "/v1/completions", stay: bool = True
+) -> list[Any]:
+    sent: list[Any] = []
+    given: asyncio.Queue[Any] = asyncio.Queue()
+    given.put_nowait({"type": "http.request", "body": body, "more_body": False})
+    if not stay:
+        given.put_nowait({"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"x-request-id", b"another's"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    await app(scope | {"query_string": b""}, given.get, send)
+    return [
+        message for message in sent if message.get("status") != 500
+    ]  # to whom it does not reach
+
+
+@needs_serve
 def test_a_request_ends_when_its_client_leaves() -> None:
     ended: list[str] = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def endless(request: Any, body: Any) -> None:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             ended.append("cancelled")
             raise
 
-    guard = Guard(app, "m", Limits(8, 8, 1))
-    assert ask(guard, b"{}", stay=False) == []
-    assert ended == ["cancelled"] and guard.requests == 0
+    async def left_twice() -> None:
+        app = app_of(endless, Limits(8, 8, 1))
+        for _ in range(2):  # the place of the first is free again
+            await sent_by(app, b"{}", stay=False)
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(left_twice(), 10))
+    assert ended == ["cancelled"] * 2
 
 
+@needs_serve
 def test_an_answer_that_a_server_ends_with_is_no_error_of_its_own() -> None:
     """Of every answer that was running, a server that was told to end wrote a traceback."""
-    guard = Guard(lambda *_: asyncio.sleep(60), "m", Limits(8, 8, 1))
-    messages = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
+    begun: list[Any] = []
 
-    async def receive() -> Any:
-        return next(messages, None) or await asyncio.sleep(60)
-
-    async def send(message: Any) -> None:
-        raise AssertionError(message)
+    async def endless(request: Any, body: Any) -> None:
+        begun.append(body)
+        await asyncio.sleep(60)
 
     async def end() -> None:
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        running = asyncio.ensure_future(guard(scope, receive, send))
-        await asyncio.sleep(0.1)
-        assert guard.requests == 1
+        running = asyncio.ensure_future(sent_by(app_of(endless, Limits(8, 8, 1)), b"{}"))
+        while not begun:
+            await asyncio.sleep(0.01)
         running.cancel()
         await running
 
-    asyncio.run(end())
-    assert guard.requests == 0
+    asyncio.run(asyncio.wait_for(end(), 10))
 
 
 @needs_serve
@@ -548,40 +524,32 @@ def test_a_stream_whose_client_left_before_its_first_word_is_not_computed() -> N
     manager = limited_managers(limits)[0]()
     settings = SimpleNamespace(max_new_tokens=8, max_length=None)
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def streamed(request: Any, body: Any) -> None:
         manager.generate_streaming(
             Endless(), word_tokenizer(), {"input_ids": [1]}, settings, request_id="1"
         )
         await asyncio.sleep(60)
 
-    assert ask(Guard(app, "m", limits), b"{}", stay=False) == []
+    ask(app_of(streamed, limits), b"{}", stay=False)
     assert manager.submit(lambda: "free").result(timeout=10) == "free"
 
 
+@needs_serve
 def test_more_requests_than_the_limit_get_429_and_no_client_names_its_request() -> None:
     seen: list[Any] = []
+    refused: list[Any] = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append((scope["headers"], await receive()))
-        again = ask_inside[0]
-        await again(scope | {"headers": []}, inner_receive, inner_send)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+    async def asking(request: Any, body: Any) -> dict[str, Any]:
+        seen.append((request.state.request_id, body))
+        refused.extend(await sent_by(app, b'{"n": 1}'))
+        return {}
 
-    inner: list[Any] = []
-
-    async def inner_receive() -> Any:
-        return {"type": "http.request", "body": b"{}", "more_body": False}
-
-    async def inner_send(message: Any) -> None:
-        inner.append(message)
-
-    guard = Guard(app, "m", Limits(8, 8, 1))
-    ask_inside = [guard]
-    assert ask(guard, b"{}")[0]["status"] == 200
-    assert inner[0]["status"] == 429 and (b"retry-after", b"1") in inner[0]["headers"]
-    ((headers, message),) = seen
-    assert [name for name, _ in headers] == [b"content-type"] and message["body"] == b"{}"
-    assert guard.requests == 0
+    app = app_of(asking, Limits(8, 8, 1))
+    assert ask(app, b"{}")[0]["status"] == 200
+    assert refused[0]["status"] == 429 and (b"retry-after", b"1") in refused[0]["headers"]
+    ((name, body),) = seen
+    assert name != "another's" and body == {}
+    assert ask(app, b"{}")[0]["status"] == 200
 
 
 @pytest.mark.parametrize(
