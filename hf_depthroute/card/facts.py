@@ -1,7 +1,6 @@
 """Facts about an adapter, read from its folder without its base model and without the network.
 
-The record of its training, `training.json`, may come from a stranger; a card shows what it
-understands of it.
+The record of its training, `training.json`, may come from a stranger.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -28,9 +26,7 @@ from ..adapter.files import (
 )
 from ..config.adapter import DepthRouteConfig
 from ..files.untrusted import RefusedFileError, nests_deeper, read_file
-from ..parts.targets import TARGETS
 from ..routing.thresholds import ScoreQuantiles
-from .measured import ResultError, read_losses
 
 TRAINING_NAME = "training.json"
 _MAX_BYTES = 16 << 20
@@ -104,7 +100,6 @@ def read_facts(
     config = DepthRouteConfig(**content)
     if training is None:
         training = read_training(place)
-    training = understood(training)
     depth = (config.base_architecture or {}).get("num_hidden_layers")
     weights = place / WEIGHTS_NAME
     tensors = None
@@ -210,88 +205,6 @@ def read_training(folder: Path) -> dict[str, object]:
     return content
 
 
-def understood(record: Mapping[str, object]) -> dict[str, Any]:
-    """The valid fields of a training record; fields of another type are left out,
-    with a warning."""
-    kept = {
-        name: value for name, value in record.items() if name not in _KINDS or _KINDS[name](value)
-    }
-    left = [name for name, value in record.items() if name not in kept and value is not None]
-    if left:
-        warnings.warn(
-            f"left out of the model card: {', '.join(left)} in {TRAINING_NAME}, not in the form "
-            "that training writes",
-            stacklevel=2,
-        )
-    return kept
-
-
 def is_number(value: object) -> TypeGuard[float]:
     """Whether `value` is a number that a table can show."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18
-
-
-def _by_layer(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        str(layer).isdecimal() and len(str(layer)) < 7 and is_number(figure)
-        for layer, figure in value.items()
-    )
-
-
-_FIT_FIGURES = {  # of `LayerFit`, and of a fit of prompts, `StaticFit`
-    "all": ("share", "branch_r2", "gate_r2", "nats"),
-    "prefill": ("rank", "saved", "branch_r2", "nats"),
-}
-
-
-def _is_evaluation(value: object) -> bool:
-    try:
-        # A training without held-out text has no rows.
-        return value == [] or bool(read_losses({"rows": value}))
-    except (ResultError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
-        return False
-
-
-def _is_fit(fit: Any) -> bool:
-    """Whether a card can show the record of a fit.
-
-    Those of older versions have no `loss` and no `share_of_rows`.
-    """
-    try:
-        phases = fit.get("phases", "all")
-        layers = fit["layers"]
-        fewest, most = fit.get("share_of_rows", (0, 0))
-        loss = fit["loss"] if "loss" in fit else min(fit["loss_of_rounds"])
-        by_layer = [
-            {index: layer[name] for index, layer in layers.items()} for name in _FIT_FIGURES[phases]
-        ]
-        if phases == "prefill":
-            targets = {layer["target"] for layer in layers.values()}
-        else:
-            targets = set()
-        figures = (fit["keep"], fit["tokens"], fit["loss_dense"], loss, fewest, most)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return False
-    return (
-        targets <= set(TARGETS) and all(map(is_number, figures)) and all(map(_by_layer, by_layer))
-    )
-
-
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(
-        ("arguments", "hyperparameters", "versions"), lambda value: isinstance(value, Mapping)
-    ),
-    **dict.fromkeys(("calibrated_full_ratio", "thresholds"), _by_layer),
-    **dict.fromkeys(
-        ("examples", "trainable_parameters"),
-        lambda value: isinstance(value, int) and is_number(value),
-    ),
-    "command": lambda value: isinstance(value, list),
-    "dataset": lambda value: isinstance(value, str),
-    "fit": _is_fit,
-    "evaluation": _is_evaluation,
-    "log_history": lambda value: (
-        isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)
-    ),
-    "seconds": is_number,
-}

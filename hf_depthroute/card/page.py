@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ from urllib.parse import quote
 
 import jinja2
 
-from ..adapter.files import CARD_NAME
+from ..adapter.files import CARD_NAME, AdapterMismatchError
 from ..config.adapter import TASKS
+from ..files.shown import reason
 from ..files.staged import write_bytes
 from ..parts.gates import GATES
 from ..parts.memory import shortest_order
@@ -21,7 +23,7 @@ from ..routing.description import budget_words, patterns_words
 from ..training.record import remembered
 from ..version import REPOSITORY, __version__
 from .escaping import Safe, cell, code, command_line, escape, literal, shown_path
-from .facts import is_number, read_facts
+from .facts import TRAINING_NAME, Facts, is_number, read_facts
 from .measured import read_losses, read_results
 from .metadata import base_id, make_metadata, write_entries
 from .readme import BEGIN, END, MEASURED, PLACEHOLDER, Card, merge, old_card
@@ -30,6 +32,15 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 _MACHINE = ("device", "threads", "cores", "load_before", "torch", "transformers", "python")
+# What a record of training that was changed makes a card's template do.
+_FAULTS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    jinja2.TemplateError,
+)
 _NOT_SHOWN = ("config", "debug", "out", "overwrite", "model", "dataset", "dataset_name")
 
 
@@ -67,6 +78,14 @@ def make_card(
         ResultError: A result cannot be read, or was measured with other weights or on another base.
         AdapterMismatchError: There is no routed adapter, or its files are not whole.
     """
+    words: dict[str, Any] = {
+        "repo_id": repo_id,
+        "model_name": model_name,
+        "language": language,
+        "license": license,
+        "tags": tags,
+        "datasets": datasets,
+    }
     if not isinstance(adapter, (str, Path)):
         name = adapter_name or routed_name(adapter)
         if name is None:
@@ -79,14 +98,30 @@ def make_card(
                 [*run.results, *results],
                 adapter_name=name,
                 training=run.record(adapter, name),
-                repo_id=repo_id,
-                model_name=model_name,
-                language=language,
-                license=license,
-                tags=tags,
-                datasets=datasets,
+                **words,
             )
-    facts = read_facts(Path(adapter), adapter_name, training)
+    try:
+        return _card_of(read_facts(Path(adapter), adapter_name, training), results, **words)
+    except AdapterMismatchError:
+        raise
+    except _FAULTS as error:
+        made = _card_of(read_facts(Path(adapter), adapter_name, {}), results, **words)
+        warnings.warn(
+            f"left out of the model card: {TRAINING_NAME}, which is not in the form that training "
+            f"writes ({reason(error)})",
+            stacklevel=2,
+        )
+        return made
+
+
+def _card_of(
+    facts: Facts,
+    results: Sequence[Any],
+    repo_id: str | None,
+    model_name: str | None,
+    datasets: Sequence[str],
+    **metadata: Any,
+) -> Card:
     config = facts.config
     record = facts.training
     found = read_results(results, facts.weights_hash, config.phases)
@@ -136,16 +171,8 @@ def make_card(
     if found.losses or found.scores or found.benches:
         note = f"\n{MEASURED}"
     text = f"\n{BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{END}\n"
-    metadata = make_metadata(
-        facts,
-        found,
-        model_name=title,
-        language=language,
-        license=license,
-        tags=tags,
-        datasets=trained_on,
-    )
-    return Card(metadata, text, found.scores)
+    data = make_metadata(facts, found, model_name=title, datasets=trained_on, **metadata)
+    return Card(data, text, found.scores)
 
 
 def write_card(folder: str | Path, results: Sequence[object] = (), **arguments: object) -> Path:

@@ -17,7 +17,7 @@ import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..adapter.tuner import get_depth_routed_model
-from ..card.facts import read_training, understood
+from ..card.facts import read_training
 from ..config.adapter import DepthRouteConfig
 from ..config.fields import PATTERNS, RoutingFields
 from ..evaluation import BudgetRow, evaluate_budgets
@@ -317,7 +317,7 @@ def _fitted(run: Run, base: torch.nn.Module, checkpoint: Path | None) -> PeftMod
         return model
     saved = loading.load_adapter_config(str(checkpoint))
     record = read_training(checkpoint)
-    fit = understood(record).get("fit")
+    fit: Any = record.get("fit")
     if fit is None or fit["keep"] != keep or sorted(map(int, fit["layers"])) != layers:
         raise CliError(
             f"--resume: {checkpoint} was not trained from a fit of this --budget and --layers"

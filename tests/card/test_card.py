@@ -215,6 +215,12 @@ def test_a_training_that_held_no_text_out_is_understood(
     assert not recwarn.list
 
 
+def test_a_record_in_another_form_is_left_out_as_a_whole(adapter: Path) -> None:
+    with pytest.warns(UserWarning, match="left out of the model card: training.json"):
+        card = make_card(adapter, [losses()], training={"seconds": 2.0, "versions": "1"})
+    assert str(card) == str(make_card(adapter, [losses()], training={}))
+
+
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_the_loading_code_runs(
     calibrated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
