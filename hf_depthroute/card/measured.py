@@ -46,8 +46,8 @@ class Score:
 
     `dense` is the base's value; `dataset` the Hub's id, where known.
 
-    A group of tasks has the `documents` of all of them, and the `dataset` that they share. `whole`:
-    nothing of the test set was left out. `phases`: what was routed, where that needs to be said.
+    A group of tasks has the `documents` of all of them, and the `dataset` that they share.
+    `phases`: what was routed, where that needs to be said.
     """
 
     task: str
@@ -60,8 +60,6 @@ class Score:
     full_ratio: float
     documents: int | None
     dataset: str | None
-    whole: bool = False
-    shots: int | None = None
     phases: str | None = None
 
     @property
@@ -195,7 +193,6 @@ def _scores(runs: Mapping[str, Mapping[str, Any]], phases: str) -> Iterator[Scor
             counts = [of_run.get("n-samples", {}).get(member, {}) for member in members]
             local = any("data_files" in (config.get("dataset_kwargs") or {}) for config in configs)
             datasets = {hub_id(config.get("dataset_path")) for config in configs}
-            shots = of_run.get("n-shot", {}).get(task)
             budget = run.get("budget")
             if budget is None and name.startswith("budget "):
                 budget = float(name.removeprefix("budget "))
@@ -212,8 +209,6 @@ def _scores(runs: Mapping[str, Mapping[str, Any]], phases: str) -> Iterator[Scor
                 if all("effective" in n for n in counts)
                 else None,
                 dataset=datasets.pop() if len(datasets) == 1 and not local else None,
-                whole=all("original" in n and n["original"] == n.get("effective") for n in counts),
-                shots=shots if isinstance(shots, int) else None,
                 phases=_said(run.get("phases"), phases),
             )
 

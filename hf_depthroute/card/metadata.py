@@ -4,47 +4,24 @@
 downloads by `adapter_config.json` and shows PEFT's way of loading; under a name that the Hub does
 not know there would be none of this. What it cannot say, that `hf_depthroute` has to be imported,
 the card says.
-
-A dataset of the Hub is a benchmark where its owner registered it as one. Of those, lm-eval has
-tasks for three; their scores go into a file each, `.eval_results/*.yaml`; the `model-index` of the
-card holds every score. Only whole test sets count there.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
-from huggingface_hub.constants import EVAL_RESULTS_FOLDER
+from huggingface_hub import EvalResult, ModelCardData
 
-from ..adapter.files import AdapterMismatchError
 from ..config.adapter import TASKS
 from ..data.text import PYTHON_STDLIB, is_local_file
-from ..files.staged import write_files
 from .escaping import clean, hub_id
 from .facts import Facts
 from .measured import Losses, Results, Score
 
 TAGS = ("depth-routing", "hf_depthroute")
-OURS = f"{EVAL_RESULTS_FOLDER}/depth_routing_*.yaml"  # what others have put there stays
-
-# (task, metric) of lm-eval -> (benchmark's dataset, its task). Of a metric with several filters, it
-# is the strict one that a leaderboard means: it takes an answer only in the form that the examples
-# show. An entry's notes name it.
-BENCHMARKS = {
-    ("gsm8k", "exact_match,strict-match"): ("openai/gsm8k", "gsm8k"),
-    ("gsm8k_cot", "exact_match,strict-match"): ("openai/gsm8k", "gsm8k"),
-    ("mmlu_pro", "exact_match"): ("TIGER-Lab/MMLU-Pro", "mmlu_pro"),
-    ("gpqa_diamond_zeroshot", "acc"): ("Idavidrein/gpqa", "gpqa_diamond"),
-    ("gpqa_diamond_n_shot", "acc"): ("Idavidrein/gpqa", "gpqa_diamond"),
-    ("gpqa_diamond_cot_zeroshot", "exact_match,strict-match"): ("Idavidrein/gpqa", "gpqa_diamond"),
-    ("gpqa_diamond_cot_n_shot", "exact_match,strict-match"): ("Idavidrein/gpqa", "gpqa_diamond"),
-}
 
 
 def make_metadata(
@@ -143,44 +120,3 @@ def _condition(score: Score) -> str:
     if parts:
         return f" ({', '.join(parts)})"
     return ""
-
-
-def write_entries(folder: Path, scores: Sequence[Score]) -> None:
-    """Make the files of ours in `folder` the routed model's scores on whole test sets of
-    benchmarks, in percent."""
-    wanted = {}
-    for score in scores:
-        dataset, task = BENCHMARKS.get((score.task, score.metric), (None, ""))
-        if (
-            dataset is not None
-            and score.dataset == dataset
-            and score.whole
-            and score.run != "dense"
-        ):
-            shots = ""
-            if score.shots is not None:
-                shots = f", {score.shots}-shot"
-            kind = score.metric.partition(",")[2]
-            used = ""
-            if kind:
-                used = f", filter {kind}"
-            name = re.sub(r"[^A-Za-z0-9.]+", "_", f"depth_routing {score.task} {score.condition}")
-            wanted[f"{name}.yaml"] = EvalResultEntry(
-                dataset_id=dataset,
-                task_id=task,
-                value=round(100 * score.value, 2),
-                notes=f"depth routing, {score.condition}; lm-eval task {score.task}{shots}{used}",
-            )
-    place = folder / EVAL_RESULTS_FOLDER
-    if place.is_symlink():
-        raise AdapterMismatchError(f"{place}: is a link; put a folder there")
-    if wanted:
-        place.mkdir(exist_ok=True)
-    files = {place / name: eval_result_entries_to_yaml([entry]) for name, entry in wanted.items()}
-    write_files(
-        {path: yaml.safe_dump(rows, sort_keys=False).encode() for path, rows in files.items()},
-        follow=False,
-    )
-    for stale in folder.glob(OURS):
-        if stale.name not in wanted:
-            stale.unlink()

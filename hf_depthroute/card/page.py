@@ -25,7 +25,7 @@ from ..version import REPOSITORY, __version__
 from .escaping import Safe, cell, code, command_line, escape, literal, shown_path
 from .facts import TRAINING_NAME, Facts, is_number, read_facts
 from .measured import read_losses, read_results
-from .metadata import base_id, make_metadata, write_entries
+from .metadata import base_id, make_metadata
 from .readme import BEGIN, END, MEASURED, PLACEHOLDER, Card, merge, old_card
 
 if TYPE_CHECKING:
@@ -172,14 +172,11 @@ def _card_of(
         note = f"\n{MEASURED}"
     text = f"\n{BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{END}\n"
     data = make_metadata(facts, found, model_name=title, datasets=trained_on, **metadata)
-    return Card(data, text, found.scores)
+    return Card(data, text)
 
 
 def write_card(folder: str | Path, results: Sequence[object] = (), **arguments: object) -> Path:
     """Write `README.md` in an adapter's folder; the arguments and errors are those of `make_card`.
-
-    Scores on benchmarks of the Hub go into files of their own,
-    `.eval_results/depth_routing_*.yaml`, too.
 
     The card stands between two HTML comments; the user's text around them stays, and so do keys of
     the metadata that a card does not set. Without `results`, a card with results of the same
@@ -199,11 +196,9 @@ def updated_card(folder: str | Path, results: Sequence[Any] = (), **arguments: A
 
 def put_card(folder: str | Path, card: Card) -> Path:
     """Put a card in the place of `README.md`, also in that of a link,
-    such as those of the Hub's cache; and its scores in their files."""
+    such as those of the Hub's cache."""
     path = Path(folder) / CARD_NAME
     write_bytes(path, str(card).encode(), follow=False)
-    if card.scores is not None:
-        write_entries(path.parent, card.scores)
     return path
 
 

@@ -18,10 +18,8 @@ from ..files.staged import write_bytes
 from ..training.record import remembered
 from .facts import holds_adapter, read_training
 from .measured import ResultError
-from .metadata import OURS
 from .page import make_card, routed_name, write_card
 from .push import push_folder
-from .readme import shows_results
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,8 +129,3 @@ def _write(model: Any, stage: Path, folder: Path) -> None:
     except ResultError as error:
         warnings.warn(f"left out of the model card: {error}", SaveWarning, stacklevel=4)
         write_card(stage, adapter_name=name, training=training)
-    # Else the card that was there stays, and what belongs to it.
-    if run.results or not shows_results(stage):
-        for stale in folder.glob(OURS):
-            if not (stage / stale.relative_to(folder)).is_file():
-                stale.unlink()

@@ -13,9 +13,7 @@ from ..adapter.files import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, AdapterMismatc
 from ..files.hub import explained
 from ..files.untrusted import RefusedFileError, place_of
 from .facts import TRAINING_NAME
-from .metadata import OURS
 from .page import write_card
-from .readme import shows_results
 
 SENT = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME)
 
@@ -34,7 +32,7 @@ def push_folder(
     card: dict[str, object] | None = None,
 ) -> Any:
     """Send the adapter in `folder` with a card: its configuration, its weights, README.md,
-    and no other file but the scores on benchmarks that the Hub reads from `.eval_results`.
+    and no other file.
 
     Text of the user's in the card on the Hub stays there; see `write_card`.
 
@@ -65,7 +63,7 @@ def push_folder(
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory() as staging:
         stage = Path(staging)
-        for name in (*SENT, TRAINING_NAME, OURS):
+        for name in (*SENT, TRAINING_NAME):
             for file in (*Path(folder).glob(name), *Path(folder).glob(f"[!.]*/{name}")):
                 target = stage / file.relative_to(folder)
                 if not target.relative_to(stage).parts[0].startswith("checkpoint-"):
@@ -88,9 +86,7 @@ def push_folder(
             return api.upload_folder(
                 repo_id=repo_id,
                 folder_path=stage,
-                allow_patterns=[*SENT, *(f"*/{name}" for name in SENT), OURS],
-                # Of weights that went before.
-                delete_patterns=[OURS] if results or not shows_results(stage) else None,
+                allow_patterns=[*SENT, *(f"*/{name}" for name in SENT)],
                 revision=revision,
                 create_pr=create_pr,
                 commit_message=commit_message or "Upload adapter",

@@ -7,7 +7,6 @@ Metadata that cannot be read is left out; the text is the user's, and is kept.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -15,7 +14,6 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..adapter.files import CARD_NAME, AdapterMismatchError, read_readme
 from ..files.strict_yaml import parse_mapping
 from .escaping import hub_id, literal
-from .measured import Score
 
 PLACEHOLDER = "path/to/this/folder"
 MEASURED = "<!-- with results -->"
@@ -37,19 +35,12 @@ _MAX_METADATA = 1 << 16
 
 
 class Card(ModelCard):
-    """A card of metadata and text; `ModelCard` itself would search the text for metadata again.
+    """A card of metadata and text; `ModelCard` itself would search the text for metadata again."""
 
-    Attributes:
-        scores: Those that it shows; None if it has those of the card before it.
-    """
-
-    def __init__(
-        self, data: ModelCardData, text: str, scores: Sequence[Score] | None = None
-    ) -> None:
+    def __init__(self, data: ModelCardData, text: str) -> None:
         super().__init__("---\n{}\n---\n")
         self.data = data
         self.text = text
-        self.scores = scores
 
 
 def old_card(folder: Path) -> Card | None:
@@ -87,17 +78,8 @@ def parse_readme(content: bytes) -> Card:
     return card
 
 
-def shows_results(folder: Path) -> bool:
-    """Whether the card in `folder` shows something that was measured."""
-    try:
-        return MEASURED.encode() in read_readme(folder)
-    except (FileNotFoundError, AdapterMismatchError):
-        return False
-
-
 def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
     """`old` with the generated part and the metadata of `new`; the user's text stays."""
-    scores = new.scores
     ours = generated_part(new.text)
     assert ours is not None
     part = new.text[ours[0]]
@@ -108,7 +90,6 @@ def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
         there = old.text[before[0]]
         if before[1] == ours[1] and MEASURED in there and MEASURED not in part:
             part = there
-            scores = None
             if repo_id is not None:
                 part = part.replace(
                     f"adapter = {literal(PLACEHOLDER)}", f"adapter = {literal(repo_id)}"
@@ -129,7 +110,7 @@ def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
     kept = {str(name): value for name, value in known.items()}
     ours_alone = {name: metadata[name] for name in _SET_HERE if metadata.get(name) is not None}
     merged = {**metadata, **kept, **ours_alone, "tags": list(tags)}
-    return Card(ModelCardData(**merged, ignore_metadata_errors=True), text, scores)
+    return Card(ModelCardData(**merged, ignore_metadata_errors=True), text)
 
 
 def generated_part(text: str) -> tuple[slice, str] | None:

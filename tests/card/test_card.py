@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
+from benchmark_scores import scores
 from card_rules import card_fault
 from huggingface_hub import ModelCard, ModelCardData
 from models import build_base, build_routed, tokens
@@ -154,6 +155,21 @@ def test_every_figure_is_of_a_result(adapter: Path) -> None:
     ]
     assert "`A CPU`, threads `2`, cores `4`" in card.text
     assert "at budget 0.5: 0.80 of the dense speed." in card.text
+
+
+def test_a_group_of_tasks_has_the_documents_of_its_tasks_and_every_filter_is_a_metric(
+    adapter: Path,
+) -> None:
+    parts = ["mmlu_pro_law", "mmlu_pro_math"]
+    group = {
+        "group_subtasks": {"mmlu_pro": parts},
+        "configs": {part: {"dataset_path": "TIGER-Lab/MMLU-Pro"} for part in parts},
+        "n-samples": {part: {"original": 10, "effective": 10} for part in parts},
+    }
+    text = make_card(adapter, [scores("mmlu_pro", **group), scores("gsm8k")]).text
+    assert text.count("| 20 |") == 2
+    assert "| `exact_match,strict-match` | `dense` | 0.7500 |" in text
+    assert "`exact_match,flexible-extract` | `dense` | 0.9000 |" in text
 
 
 def test_the_hub_indexes_what_inference_gives(adapter: Path) -> None:
