@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,24 +24,12 @@ from .variants import Variants, adapter_dtype
 Result = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Given:
-    """A routed model that is measured as it is.
-
-    Attributes:
-        model: A model with an active depth-routed adapter, in eval mode; its budget is restored.
-        base: The untouched base, from `dense_view` before the adapter was injected; not timed when
-            None.
-        input_ids: Prompts `[B, T]`, repeated up to a case's batch; random tokens when None.
-    """
-
-    model: Any
-    base: nn.Module | None = None
-    input_ids: torch.Tensor | None = None
-
-
 def run_cases(
-    cases: Sequence[Case], given: Given, progress: Callable[[str], None] | None = None
+    cases: Sequence[Case],
+    model: nn.Module,
+    base: nn.Module | None = None,
+    input_ids: torch.Tensor | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Result:
     """Measure all cases of a model, one after the other;
     every budget is calibrated on a case's tokens first.
@@ -50,7 +38,10 @@ def run_cases(
 
     Args:
         cases: What to measure.
-        given: The model.
+        model: A model with an active depth-routed adapter, in eval mode; its budget is restored.
+        base: The untouched base, from `dense_view` before the adapter was injected; not timed when
+            None.
+        input_ids: Prompts `[B, T]`, repeated up to a case's batch; random tokens when None.
         progress: Called with one line per case.
 
     Returns:
@@ -60,10 +51,9 @@ def run_cases(
     Raises:
         ValueError: What is given cannot be measured.
     """
-    device = next(given.model.parameters()).device
-    result = new_result("bench", device)
-    setting = setting_of(given.model)
-    measure_one = functools.partial(measure, given=given)
+    result = new_result("bench", next(model.parameters()).device)
+    setting = setting_of(model)
+    measure_one = functools.partial(measure, model=model, base=base, input_ids=input_ids)
     for case in cases:
         label = label_of(case.sizes(), setting)
         result["measurements"].append(run_case(case, label, setting, measure_one, progress))
@@ -112,7 +102,7 @@ def bench(
     """Measure an adapter on its base: untouched base, adapter disabled, budget 1, and every budget.
 
     Args:
-        model: As in `Given`; `base` and `input_ids` too.
+        model: As in `run_cases`; `base` and `input_ids` too.
         decode_batch: Sequences in decode.
         decode_steps: Timed decoding steps after the prompt, of random tokens; 0 leaves decode out.
         repeats: Rounds.
@@ -131,29 +121,31 @@ def bench(
     cases = [prefill]
     if decode_steps:
         cases.append(replace(prefill, case="decode", batch=decode_batch, steps=decode_steps))
-    result = run_cases(cases, Given(model, base, input_ids))
+    result = run_cases(cases, model, base, input_ids)
     sizes = {"batch": prefill.batch, "length": prefill.length, "decode_batch": decode_batch}
     return as_single(result, sizes | {"decode_steps": decode_steps, "repeats": repeats})
 
 
-def measure(case: Case, given: Given) -> Result:
+def measure(
+    case: Case, model: nn.Module, base: nn.Module | None, input_ids: torch.Tensor | None
+) -> Result:
     """One case of a routed model."""
-    input_ids = tokens_of(case, given)
-    variants = Variants(given.model, given.base, case.budgets, first_sequences(input_ids))
+    tokens = tokens_of(case, model, input_ids)
+    variants = Variants(model, base, case.budgets, first_sequences(tokens))
     try:
-        measured = measure_inference(variants, case, input_ids)
+        measured = measure_inference(variants, case, tokens)
     finally:
         variants.restore()
-    return {"adapter_dtype": adapter_dtype(given.model), **measured}
+    return {"adapter_dtype": adapter_dtype(model), **measured}
 
 
-def tokens_of(case: Case, given: Given) -> torch.Tensor:
+def tokens_of(case: Case, model: nn.Module, input_ids: torch.Tensor | None = None) -> torch.Tensor:
     """The prompts, of those that are given or of random tokens,
     and the tokens of the steps, `[B, T]`."""
-    ids = random_tokens(given.model, case.batch, case.length + case.decoded)
-    if given.input_ids is not None:
-        rows = torch.arange(case.batch) % len(given.input_ids)
-        ids[:, : case.length] = given.input_ids.to(ids.device)[rows]
+    ids = random_tokens(model, case.batch, case.length + case.decoded)
+    if input_ids is not None:
+        rows = torch.arange(case.batch) % len(input_ids)
+        ids[:, : case.length] = input_ids.to(ids.device)[rows]
     return ids
 
 

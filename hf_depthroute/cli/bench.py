@@ -154,9 +154,9 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
                 cases += [
                     replace(every, case=kind, batch=batch, length=length) for batch, length in pairs
                 ]
-    origin, given = _load(options, modes, max(sizes["length"]) + options.decode_steps)
+    origin, routed, untouched = _load(options, modes, max(sizes["length"]) + options.decode_steps)
     with refused("bench: "):
-        result = run_cases(cases, given, progress=lambda line: say(line, sys.stderr))
+        result = run_cases(cases, routed, untouched, progress=lambda line: say(line, sys.stderr))
     if all(len(values) == 1 for values in sizes.values()):
         # What has one size has a simpler form.
         only = {name: values[0] for name, values in sizes.items()}
@@ -168,9 +168,8 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
 
 def _load(
     options: BenchOptions, modes: tuple[str, ...] | None, positions: int
-) -> tuple[dict[str, Any], Any]:
+) -> tuple[dict[str, Any], Any, Any]:
     """Where the routed model and its untouched base are from, and both."""
-    from ..bench.suite import Given
     from ..bench.variants import dense_view, hold_adapter_in, wants_base_dtype
     from . import loading
 
@@ -182,4 +181,4 @@ def _load(
     first = next(base.parameters())
     if wants_base_dtype(first.device, modes):
         hold_adapter_in(routed, first.dtype)
-    return source.origin(routed), Given(routed, untouched)
+    return source.origin(routed), routed, untouched

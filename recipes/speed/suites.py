@@ -30,7 +30,7 @@ from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.bench.cases import Case
 from hf_depthroute.bench.inference import Shares, Times, measure_inference
 from hf_depthroute.bench.modes import check_modes, first_sequences
-from hf_depthroute.bench.suite import Given, new_result, run_case, size_of, tokens_of
+from hf_depthroute.bench.suite import new_result, run_case, size_of, tokens_of
 from hf_depthroute.bench.timing import dtype_name
 from hf_depthroute.bench.variants import (
     adapter_dtype,
@@ -256,7 +256,7 @@ def _measure(case: SuiteCase, base: Any, peaks: Peaks) -> dict[str, Any]:
     device = next(base.parameters()).device
     if case.case != "memory" and wants_base_dtype(device, check_modes(case.baselines, device)):
         hold_adapter_in(model, getattr(torch, case.dtype))
-    ids = tokens_of(case, Given(model))
+    ids = tokens_of(case, model)
     if case.case == "memory":
         ids = torch.cat([ids, ids[:, :1]], dim=1)
     variants = SpeedVariants(
