@@ -552,6 +552,36 @@ def test_more_requests_than_the_limit_get_429_and_no_client_names_its_request() 
     assert ask(app, b"{}")[0]["status"] == 200
 
 
+@needs_serve
+def test_a_stream_has_its_place_and_its_streamer_until_its_last_word() -> None:
+    from fastapi.responses import StreamingResponse
+
+    from hf_depthroute.cli.serve_generation import STREAMERS
+
+    class Streamer:
+        cancelled = False
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    streamer = Streamer()
+    seen: list[Any] = []
+
+    async def streamed(request: Any, body: Any) -> Any:
+        STREAMERS.get().append(streamer)
+
+        async def words() -> Any:
+            yield "one"
+            seen.append(((await sent_by(app, b"{}"))[0]["status"], streamer.cancelled))
+            yield "two"
+
+        return StreamingResponse(words())
+
+    app = app_of(streamed, Limits(8, 8, 1))
+    assert b"two" in b"".join(message.get("body", b"") for message in ask(app, b"{}"))
+    assert seen == [(429, False)] and streamer.cancelled
+
+
 @pytest.mark.parametrize(
     "name",
     [
