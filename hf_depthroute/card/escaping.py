@@ -73,9 +73,8 @@ def shown_path(name: str) -> str:
     """A name as it may be published: of a path outside the working directory only the last part."""
     if not name.startswith(("/", "~", "..")) and not PureWindowsPath(name).is_absolute():
         return name
-    if "\\" in name:
-        return PureWindowsPath(name).name
-    return PurePosixPath(name).name
+    kind = PureWindowsPath if "\\" in name else PurePosixPath
+    return kind(name).name
 
 
 def hub_id(name: object) -> str | None:

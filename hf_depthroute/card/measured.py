@@ -19,6 +19,15 @@ from ..files.shown import OneLine
 from .escaping import hub_id
 
 _MAX_BYTES = 64 << 20
+# What reading content of another form raises.
+_OF_OTHER_FORM = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+)
 
 
 class ResultError(OneLine, ValueError):
@@ -65,9 +74,7 @@ class Score:
     @property
     def condition(self) -> str:
         """The run, and its phases where they need to be said."""
-        if self.phases is None:
-            return self.run
-        return f"{self.run}, phases {self.phases}"
+        return _with_phases(self.run, self.phases)
 
 
 @dataclass(frozen=True)
@@ -138,14 +145,7 @@ def read_results(
                 )
         except ResultError as error:
             raise ResultError(f"{name}: {error}") from error
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            IndexError,
-            OverflowError,
-        ) as error:
+        except _OF_OTHER_FORM as error:
             raise ResultError(
                 f"{name}: not a result of eval or bench ({error!r} is wrong)"[:300]
             ) from error
@@ -167,15 +167,17 @@ def read_losses(content: Mapping[str, Any]) -> Losses:
     ]
     if not rows or rows[0].rule != "dense":
         raise ResultError("has no row of the dense base to compare with")
-    config, split, blocks, length = (
-        content.get(name) for name in ("dataset_name", "split", "blocks", "length")
-    )
+
+    def known(name: str, kind: type) -> Any:
+        value = content.get(name)
+        return None if value is None else kind(value)
+
     return Losses(
         dataset=str(content.get("dataset") or "a text that was not recorded"),
-        config=None if config is None else str(config),
-        split=None if split is None else str(split),
-        blocks=None if blocks is None else int(blocks),
-        length=None if length is None else int(length),
+        config=known("dataset_name", str),
+        split=known("split", str),
+        blocks=known("blocks", int),
+        length=known("length", int),
         rows=rows,
     )
 
@@ -220,15 +222,17 @@ def _said(measured: object, phases: str) -> str | None:
     return str(measured)
 
 
+def _with_phases(words: str, phases: str | None) -> str:
+    return words if phases is None else f"{words}, phases {phases}"
+
+
 def _bench(content: Mapping[str, Any], phases: str) -> tuple[dict[str, Any], list[Speed]]:
     from ..bench.measurements import TIMED, measurements, short_label
 
     def case(measured: Mapping[str, Any]) -> str:
         setting = measured["setting"]
-        said = _said(setting.get("phases", "all"), phases)
-        return f"{short_label(measured)}, {setting.get('dtype')}" + (
-            "" if said is None else f", phases {said}"
-        )
+        words = f"{short_label(measured)}, {setting.get('dtype')}"
+        return _with_phases(words, _said(setting.get("phases", "all"), phases))
 
     rows = [
         Speed(
@@ -251,9 +255,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
-        content = None
-        if len(text) <= _MAX_BYTES:
-            content = json.loads(text)
+        content = json.loads(text) if len(text) <= _MAX_BYTES else None
     except OSError as error:
         raise ResultError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

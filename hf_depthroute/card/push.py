@@ -79,9 +79,8 @@ def push_folder(
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             # The card that the Hub has, if it has one.
             with contextlib.suppress(EntryNotFoundError):
-                shutil.copyfile(
-                    api.hf_hub_download(repo_id, CARD_NAME, revision=revision), stage / CARD_NAME
-                )
+                card_there = api.hf_hub_download(repo_id, CARD_NAME, revision=revision)
+                shutil.copyfile(card_there, stage / CARD_NAME)
             write_card(stage, results, **{"repo_id": repo_id, **(card or {})})
             return api.upload_folder(
                 repo_id=repo_id,

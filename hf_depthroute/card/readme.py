@@ -58,24 +58,22 @@ def old_card(folder: Path) -> Card | None:
 def parse_readme(content: bytes) -> Card:
     """A README's metadata and text."""
     text = re.sub("\r\n?", "\n", content.decode("utf-8-sig", errors="replace"))
+    metadata = ""
     found = _METADATA.match(text)
     if found:
         metadata = found[1]
         text = text[found.end() :]
-    else:
-        metadata = ""
     if len(metadata) > _MAX_METADATA:
         raise AdapterMismatchError(
             f"{CARD_NAME}: its metadata is larger than {_MAX_METADATA:,} characters"
         )
     try:
-        card = Card(
-            ModelCardData(**parse_mapping(metadata, CARD_NAME), ignore_metadata_errors=True), text
-        )
+        fields = parse_mapping(metadata, CARD_NAME)
+        card = Card(ModelCardData(**fields, ignore_metadata_errors=True), text)
         str(card).encode()
+        return card
     except Exception:  # whatever a stranger's metadata makes the parsers do
-        card = Card(ModelCardData(), text)
-    return card
+        return Card(ModelCardData(), text)
 
 
 def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
@@ -91,9 +89,8 @@ def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
         if before[1] == ours[1] and MEASURED in there and MEASURED not in part:
             part = there
             if repo_id is not None:
-                part = part.replace(
-                    f"adapter = {literal(PLACEHOLDER)}", f"adapter = {literal(repo_id)}"
-                )
+                named = f"adapter = {literal(repo_id)}"
+                part = part.replace(f"adapter = {literal(PLACEHOLDER)}", named)
         else:
             known.pop("model-index", None)
         text = old.text[: before[0].start] + part + old.text[before[0].stop :]
@@ -101,10 +98,10 @@ def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
         text = new.text
     else:
         text = f"{old.text.rstrip()}\n\n{part}\n"
+    tags = dict.fromkeys(metadata.get("tags") or ())
     theirs = known.get("tags")
-    tags = dict.fromkeys(
-        [*(metadata.get("tags") or ()), *(map(str, theirs) if isinstance(theirs, list) else ())]
-    )
+    if isinstance(theirs, list):
+        tags |= dict.fromkeys(map(str, theirs))
     if hub_id(known.get("base_model")) is None:  # PEFT puts the path of a folder there
         known.pop("base_model", None)
     kept = {str(name): value for name, value in known.items()}

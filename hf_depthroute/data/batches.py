@@ -38,10 +38,9 @@ def model_inputs(model: nn.Module, batches: Iterable[object]) -> Iterator[dict[s
     device = device_of(model)
     for number, batch in enumerate([batches] if isinstance(batches, Mapping) else batches):
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            held = type(batch).__name__
             if isinstance(batch, Mapping):
                 held = ", ".join(map(str, batch))
-            else:
-                held = type(batch).__name__
             raise ValueError(
                 f"batch {number} holds no input_ids, but {held}; batches are dicts of what a "
                 "tokenizer returns"
@@ -144,9 +143,7 @@ def labels_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return labels
     ids = batch["input_ids"]
     starts = document_starts(batch)
-    if starts is None:
-        return ids
-    return ids.masked_fill(starts, -100)
+    return ids if starts is None else ids.masked_fill(starts, -100)
 
 
 def _rows(name: str, value: Any) -> torch.Tensor:
@@ -162,9 +159,7 @@ def _rows(name: str, value: Any) -> torch.Tensor:
     if _is_ragged(value):
         return pad_sequence([torch.as_tensor(row) for row in value], batch_first=True)
     found = torch.as_tensor(value)
-    if found.ndim == 1:
-        return found[None]
-    return found
+    return found[None] if found.ndim == 1 else found
 
 
 def _is_ragged(value: Any) -> bool:

@@ -96,9 +96,7 @@ def check_source(source: str) -> Path:
             )
         if path.stat().st_size == 0:
             raise DataError(f"dataset {source}: the file is empty")
-    elif not path.exists() and (
-        path.suffix in _LOCAL_BUILDERS or source.startswith((".", "/", "~"))
-    ):
+    elif not path.exists() and (is_local_file(source) or source.startswith((".", "/", "~"))):
         raise DataError(f"dataset {source}: no such file or folder")
     return path
 
@@ -132,20 +130,16 @@ def load_text(
         DataError: There is no such dataset, split or column; the Hub cannot be reached; the file is
             broken or empty; the column does not hold text.
     """
-
     if name is not None and not _has_configurations(source):
         raise DataError(
             f"dataset {source}: has no configuration {name!r}, as a dataset of the Hub may; leave "
             "the name out"
         )
-    if source == PYTHON_STDLIB:
-        dataset: Any = _stdlib(split)
-        if streaming:
-            dataset = dataset.to_iterable_dataset()
-    else:
-        with _progress(verbose):
+    with _progress(verbose):
+        if source == PYTHON_STDLIB:
+            dataset = _stdlib(split, streaming)
+        else:
             dataset = _load(source, split, name, streaming)
-
     columns = dataset.column_names
     features = dataset.features
     if columns is None:  # a stream of unknown columns
@@ -189,9 +183,7 @@ def pack(
         raise DataError(
             f"block length {length} must be at least 2 tokens: the loss is on the next token"
         )
-    end = []
-    if tokenizer.eos_token_id is not None:
-        end = [tokenizer.eos_token_id]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def to_blocks(batch: dict[str, list[object]]) -> dict[str, list[list[int]]]:
         texts = [text for text in batch["text"] if text]
@@ -236,10 +228,11 @@ def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
     import datasets
 
     path = check_source(source)
+    arguments: dict[str, Any] = {"path": source, "name": name}
     if path.is_file():
-        arguments: dict[str, Any] = {"path": _LOCAL_BUILDERS[path.suffix], "data_files": str(path)}
-    else:
-        arguments = {"path": str(path.resolve()) if path.is_dir() else source, "name": name}
+        arguments = {"path": _LOCAL_BUILDERS[path.suffix], "data_files": str(path)}
+    elif path.is_dir():
+        arguments["path"] = str(path.resolve())
     try:
         if _is_saved(path):
             return _from_disk(path, split, streaming)
@@ -249,13 +242,13 @@ def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
             raise
         if not path.exists() and (hub := _hub_error(error, source)) is not None:
             raise DataError(str(hub)) from hub
-        cause = None
+        cause: BaseException = error
         if isinstance(error, datasets.exceptions.DatasetGenerationError):
-            cause = error.__cause__
-        raise DataError(f"dataset {source}: {reason(cause or error)}") from error
+            cause = error.__cause__ or error
+        raise DataError(f"dataset {source}: {reason(cause)}") from error
 
 
-def _stdlib(split: str) -> Any:
+def _stdlib(split: str, streaming: bool) -> Any:
     """A split, or a slice of one, of the standard library's sources; each file is a text."""
     import datasets
 
@@ -268,7 +261,7 @@ def _stdlib(split: str) -> Any:
             )
         splits[name] = datasets.Dataset.from_dict({"text": texts})
     try:
-        return _sliced(splits, split)
+        return _sliced(splits, split, streaming)
     except (ValueError, AssertionError, IndexError) as error:
         raise DataError(
             f"dataset {PYTHON_STDLIB}: no split {split!r}; use train or validation, or a slice of "
@@ -282,21 +275,20 @@ def _from_disk(path: Path, split: str, streaming: bool) -> Any:
     import datasets
 
     saved = datasets.load_from_disk(str(path))
-    dataset = _sliced(saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}, split)
-    if streaming:
-        return dataset.to_iterable_dataset()
-    return dataset
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    return _sliced(splits, split, streaming)
 
 
-def _sliced(splits: dict[str, Any], split: str) -> Any:
+def _sliced(splits: dict[str, Any], split: str, streaming: bool) -> Any:
     import datasets
 
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(
         {key: len(part) for key, part in splits.items()}
     )
-    return datasets.concatenate_datasets(
+    dataset = datasets.concatenate_datasets(
         [splits[p.splitname].select(range(p.from_, p.to)) for p in parts]
     )
+    return dataset.to_iterable_dataset() if streaming else dataset
 
 
 def _hub_error(error: Exception, source: str) -> HubError | None:
