@@ -59,43 +59,7 @@ def make_page(
 
     config: Any = model.peft_config[model.active_adapter]
     depth = len(stack_of(model).layers)
-    saved = config.budget
     own = round(config.budget, 2)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    # A run that is stopped is left in the middle of a step, which still ends.
-    free = threading.Lock()
-
-    def run(
-        prompt: str, budget: float | None, new_tokens: int, chat: bool
-    ) -> Iterator[tuple[str, str, str, str]]:
-        try:
-            ids = encode_prompt(tokenizer, prompt, chat)
-        except PromptError as error:
-            raise gradio.Error(str(error), print_exception=False) from error
-        if not ids:
-            raise gradio.Error("The prompt has no tokens; type something.", print_exception=False)
-        if positions is None:
-            longest = _MAX_PROMPT
-        else:
-            longest = min(_MAX_PROMPT, positions - new_tokens)
-        if len(ids) > longest:
-            why = f"The prompt has {len(ids)} tokens; at most {max(0, longest)} can be read here."
-            raise gradio.Error(why, print_exception=False)
-        if budget is not None:
-            with free:
-                try:  # the adapter's own has more digits than the page shows
-                    set_budget(model, saved if budget == own else budget)
-                except ValueError as error:  # thresholds that were never fitted
-                    raise gradio.Error(str(error), print_exception=False) from error
-        steps = write(model, ids, int(new_tokens))
-        while True:
-            with free:
-                step = next(steps, None)
-            if step is None:
-                return
-            routed, dense = step
-            yield said(routed), coloured(routed, tokenizer), said(dense), coloured(dense, tokenizer)
-
     with gradio.Blocks(title=title, analytics_enabled=False) as page:
         gradio.HTML(f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>")
         prompt = gradio.Textbox(label="Prompt", value="Once upon a time", lines=4, max_lines=12)
@@ -132,7 +96,7 @@ def make_page(
         given = [prompt, budget if config.takes_budget() else gradio.State(None), length, chat]
         writing = gradio.on(
             [start.click, prompt.submit, budget.release],
-            run,
+            _Writer(model, tokenizer).run,
             given,
             columns,
             concurrency_limit=1,
@@ -144,20 +108,74 @@ def make_page(
     return page
 
 
+class _Writer:
+    """What the page does when it is asked to write.
+
+    A run that is stopped is left in the middle of a step, which still ends: one step at a time.
+    """
+
+    def __init__(self, model: PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        config: Any = model.peft_config[model.active_adapter]
+        self._model = model
+        self._tokenizer = tokenizer
+        self._budget = config.budget
+        self._free = threading.Lock()
+
+    def run(
+        self, prompt: str, budget: float | None, new_tokens: int, chat: bool
+    ) -> Iterator[tuple[str, str, str, str]]:
+        """Speed and text of the routed model and of its base, after each step."""
+        import gradio
+
+        try:
+            ids = self._ids(prompt, new_tokens, chat)
+            if budget is not None:
+                self._set_budget(budget)
+        except ValueError as error:
+            raise gradio.Error(str(error), print_exception=False) from error
+        tokenizer = self._tokenizer
+        steps = write(self._model, ids, int(new_tokens))
+        while True:
+            with self._free:
+                step = next(steps, None)
+            if step is None:
+                return
+            routed, dense = step
+            yield said(routed), coloured(routed, tokenizer), said(dense), coloured(dense, tokenizer)
+
+    def _ids(self, prompt: str, new_tokens: int, chat: bool) -> list[int]:
+        ids = encode_prompt(self._tokenizer, prompt, chat)
+        if not ids:
+            raise PromptError("The prompt has no tokens; type something.")
+        longest = _MAX_PROMPT
+        positions = getattr(self._model.config, "max_position_embeddings", None)
+        if positions is not None:
+            longest = min(longest, positions - new_tokens)
+        if len(ids) > longest:
+            raise PromptError(
+                f"The prompt has {len(ids)} tokens; at most {max(0, longest)} can be read here."
+            )
+        return ids
+
+    def _set_budget(self, budget: float) -> None:
+        own = self._budget  # has more digits than the page shows
+        with self._free:
+            set_budget(self._model, own if budget == round(own, 2) else budget)
+
+
 def coloured(text: Text, tokenizer: PreTrainedTokenizerBase) -> str:
     """The text as HTML: a span for each token, shaded by the share of layers that ran for it."""
     pieces, counts = text_pieces(tokenizer, text.ids, text.prompt)
     spans = []
     at = 0
     for piece, count in zip(pieces, counts):
-        runs = text.layers[at : at + count]
         kind = ' class="written"' if at >= text.prompt else ""
         how = ""
+        runs = text.layers[at : at + count]
         if runs:
             full = sum(runs) / len(runs)
-            how = (
-                f' style="--share: {full / text.depth:.3f}" title="{full:g} of {text.depth} layers"'
-            )
+            title = f"{full:g} of {text.depth} layers"
+            how = f' style="--share: {full / text.depth:.3f}" title="{title}"'
         spans.append(f"<span{kind}{how}>{html.escape(piece)}</span>")
         at += count
     return f'<div class="text">{"".join(spans)}</div>'
@@ -167,7 +185,7 @@ def said(text: Text) -> str:
     """Speed and share in one line."""
     speed = text.tokens_per_second
     parts = [
-        f"{text.written} new" + (f", {speed:.1f} tokens/s" if speed is not None else ""),
+        f"{text.written} new" if speed is None else f"{text.written} new, {speed:.1f} tokens/s",
         f"prompt of {text.prompt} tokens in {1000 * text.prompt_seconds:.0f} ms",
         f"{text.share:.0%} of the layers in full",
     ]

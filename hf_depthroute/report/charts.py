@@ -56,11 +56,8 @@ class Chart:
         self.caption = caption
         self.figure = Figure(figsize=(size[0] / _POINTS, size[1] / _POINTS), layout=layout)
         self.axes = self.figure.add_subplot()
-        for part in (
-            self.figure.patch,
-            self.axes.patch,
-            *(self.axes.spines[s] for s in ("top", "left", "right")),
-        ):
+        spines = [self.axes.spines[side] for side in ("top", "left", "right")]
+        for part in (self.figure.patch, self.axes.patch, *spines):
             part.set_visible(False)
         self.axes.tick_params(length=0)
         self.axes.set_axisbelow(True)
@@ -122,12 +119,8 @@ class Chart:
             anchor = re.search(r"text-anchor: (\w+)", style)
             part.set("text-anchor", anchor[1] if anchor else "start")
         if part.tag == "path":
-            part.set(
-                "d",
-                " ".join(
-                    re.sub(r"\d+\.\d+", lambda n: f"{float(n[0]):.2f}", part.get("d", "")).split()
-                ),
-            )
+            outline = re.sub(r"\d+\.\d+", lambda n: f"{float(n[0]):.2f}", part.get("d", ""))
+            part.set("d", " ".join(outline.split()))
         if part.tag == "g":
             name = part.attrib.pop("id", "")
             # What is not named is what the axes draw themselves: grid lines, and the one spine that
@@ -154,14 +147,12 @@ def loss_chart(report: RunReport) -> Chart:
         ("topk", "top-k (sees the future)", "b", "o"),
         ("static", "layers left out", "c", "D"),
     ):
-        rows = [
-            (r["full_ratio"], r["loss"], f"{name}, budget {r['budget']:g}")
+        points = [
+            _point(r["full_ratio"], r["loss"], f"{name}, budget {r['budget']:g}", 4)
             for r in report.rows
             if r["rule"] == rule
         ]
-        found.append(
-            (name, kind, mark, [(x, y, f"{tip}: {y:.4f} at {x:.3f}") for x, y, tip in rows])
-        )
+        found.append((name, kind, mark, points))
     ends = "; ".join(f"{row['loss']:.3f} at share {row['full_ratio']:.2f}" for row in report.routed)
     chart = Chart(
         "loss-chart",
@@ -181,10 +172,7 @@ def time_chart(report: RunReport) -> Chart:
             (f"{part}, measured", "ratio", kinds[0], mark),
             (f"{part}, FLOPs", "flops_routed_over_dense", kinds[1], "D"),
         ):
-            points = [
-                (r["full_ratio"], r[key], f"{name}: {r[key]:.3f} at {r['full_ratio']:.3f}")
-                for r in rows
-            ]
+            points = [_point(row["full_ratio"], row[key], name, 3) for row in rows]
             found.append((name, kind, shape, points))
     said = " ".join(
         f"{name}: {', '.join(f'{y:.2f} at share {x:.2f}' for x, y, _ in points)}."
@@ -202,6 +190,10 @@ def time_chart(report: RunReport) -> Chart:
     return chart
 
 
+def _point(x: float, y: float, name: str, digits: int) -> tuple[float, float, str]:
+    return x, y, f"{name}: {y:.{digits}f} at {x:.3f}"
+
+
 def _lines(
     chart: Chart, lines: Sequence[tuple[str, str, str, _Points]], dense: float, y_label: str
 ) -> Chart:
@@ -216,9 +208,8 @@ def _lines(
     for name, kind, mark, points in lines:
         if points:
             xs, ys, texts = zip(*sorted(points, key=itemgetter(0)))
-            (line,) = axes.plot(
-                xs, ys, marker=mark, markersize=9 if mark != "D" else 7.5, label=name
-            )
+            size = 7.5 if mark == "D" else 9
+            (line,) = axes.plot(xs, ys, marker=mark, markersize=size, label=name)
             drawn.append((line, f"line {kind}", texts))
     legend = chart.figure.legend(loc="outside upper left", ncols=2, frameon=False, handlelength=2.5)
     for (artist, kind, tips), handle in zip(drawn, legend.legend_handles):
@@ -278,11 +269,9 @@ def ratio_chart(report: RunReport, number: int) -> Chart:
     )
     ratios = [layer.full_ratio for layer in layers.values()]
     tips = [f"layer {index}: {ratio:.3f}" for index, ratio in zip(layers, ratios)]
-    chart.bars([(x - 0.36, 0, 0.72, 1, tip) for x, tip in enumerate(tips)], "skipped")
-    chart.bars(
-        [(x - 0.36, 0, 0.72, ratio, tip) for x, (ratio, tip) in enumerate(zip(ratios, tips))],
-        "full",
-    )
+    for heights, kind in (([1.0] * len(ratios), "skipped"), (ratios, "full")):
+        bars = enumerate(zip(heights, tips))
+        chart.bars([(x - 0.36, 0, 0.72, height, tip) for x, (height, tip) in bars], kind)
     if len(layers) <= 10:
         for x, ratio in enumerate(ratios):
             chart.axes.text(x, 1.02, f"{ratio:.2f}", ha="center")
@@ -313,24 +302,17 @@ def histogram(report: RunReport, number: int, index: int) -> Chart:
         layout=None,  # slow, and these are many
     )
     chart.figure.subplots_adjust(left=0.03, right=0.97, bottom=0.2, top=0.85)
-    bars = [
-        (
-            low,
-            high,
-            full,
-            skipped,
-            f"scores {low:.3f} to {high:.3f}: {full:,} full, {skipped:,} skipped",
-        )
-        for low, high, full, skipped in zip(layer.edges, layer.edges[1:], layer.full, layer.skipped)
-    ]
-    chart.bars(
-        [(a, 0, 0.9 * (b - a), skipped, tip) for a, b, _, skipped, tip in bars if skipped],
-        "skipped",
-    )
-    chart.bars(
-        [(a, skipped, 0.9 * (b - a), full, tip) for a, b, full, skipped, tip in bars if full],
-        "full",
-    )
+    skipped_bars = []
+    full_bars = []
+    for low, high, full, skipped in zip(layer.edges, layer.edges[1:], layer.full, layer.skipped):
+        width = 0.9 * (high - low)
+        tip = f"scores {low:.3f} to {high:.3f}: {full:,} full, {skipped:,} skipped"
+        if skipped:
+            skipped_bars.append((low, 0.0, width, skipped, tip))
+        if full:
+            full_bars.append((low, skipped, width, full, tip))
+    chart.bars(skipped_bars, "skipped")
+    chart.bars(full_bars, "full")
     highest = max(map(sum, zip(layer.full, layer.skipped, strict=True)), default=1) or 1
     chart.axes.set(xlim=(first, last), ylim=(0, highest), yticks=[])
     chart.axes.set_xticks([first, last], [f"{first:.2f}", f"{last:.2f}"])

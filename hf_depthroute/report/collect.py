@@ -125,9 +125,7 @@ class RunReport:
     @property
     def names(self) -> list[str]:
         """Labels of the budgets."""
-        if self.follows_budget:
-            return [f"{budget:g}" for budget in self.budgets]
-        return ["fixed"]
+        return [f"{budget:g}" for budget in self.budgets] if self.follows_budget else ["fixed"]
 
     def labels(self, start: str) -> list[str]:
         """The labels, each after `start`."""
@@ -168,17 +166,14 @@ class RunReport:
 
     def static(self, budget: float) -> Mapping[str, Any] | None:
         """The row of layers left out at this budget."""
-        return next(
-            (row for row in self.rows if (row["rule"], row["budget"]) == ("static", budget)), None
-        )
+        rows = (row for row in self.rows if row["rule"] == "static" and row["budget"] == budget)
+        return next(rows, None)
 
     def timed(self, part: str) -> Mapping[str, Mapping[str, Any]]:
         """Measured rows of prefill or decode by the budget's number as text;
         empty where there are none."""
-        found: Mapping[str, Mapping[str, object]] = (
-            (self.bench or {}).get(part, {}).get("budgets", {})
-        )
-        return found
+        measured: Mapping[str, Any] = (self.bench or {}).get(part, {})
+        return measured.get("budgets", {})
 
     @property
     def is_timed(self) -> bool:
@@ -212,28 +207,26 @@ def collect_scores(
             `[B, T]`.
         budgets: To look at, ascending.
     """
-    found: list[dict[int, tuple[RouteRecord, torch.Tensor, torch.Tensor]]] = []
+    found = []
     with restored(model):
         for budget in budgets:
             _set_budget(model, budget)
             traces = [_recorded(model, batch) for batch in batches]
-            layers = {index: [trace[index] for trace in traces] for index in traces[0]}
-            found.append(
-                {
-                    index: (
-                        records[0],
-                        torch.cat([r.scores[r.real].float().cpu() for r in records]),
-                        torch.cat([r.mask[r.real].cpu() for r in records]),
-                    )
-                    for index, records in layers.items()
-                }
-            )
+            found.append({i: _joined([trace[i] for trace in traces]) for i in traces[0]})
     edges = {index: _edges(torch.cat([layers[index][1] for layers in found])) for index in found[0]}
     gated = traces[0].gated()
     return [
         {i: _layer_scores(*layers[i], edges[i], static=i not in gated) for i in layers}
         for layers in found
     ]
+
+
+def _joined(
+    records: Sequence[RouteRecord],
+) -> tuple[RouteRecord, torch.Tensor, torch.Tensor]:
+    """The first record, and the scores and decisions of all, without padding."""
+    scores = torch.cat([record.scores[record.real].float().cpu() for record in records])
+    return records[0], scores, torch.cat([record.mask[record.real].cpu() for record in records])
 
 
 def count_costs(
@@ -244,16 +237,11 @@ def count_costs(
 ) -> list[BudgetCost]:
     """The cost of one prompt pass at the measured shares, all logits computed,
     from `route_cost`."""
+    size: dict[str, int] = {"batch_size": batch_size, "length": length, "logits_to_keep": length}
     costs = []
     for layers in scores:
-        size: dict[str, int] = {
-            "batch_size": batch_size,
-            "length": length,
-            "logits_to_keep": length,
-        }
-        at = route_cost(
-            model, full_ratio={i: layer.full_ratio for i, layer in layers.items()}, **size
-        )
+        shares = {index: layer.full_ratio for index, layer in layers.items()}
+        at = route_cost(model, full_ratio=shares, **size)
         none = route_cost(model, full_ratio=dict.fromkeys(layers, 0.0), **size)
         costs.append(
             BudgetCost(
@@ -289,9 +277,7 @@ def collect_tokens(
             for sample, text in zip(samples, texts):
                 prompt = sample.input_ids[None].to(model.device)
                 ids = _continued(model, tokenizer, prompt, sample.new_tokens)
-                read = None
-                if sample.new_tokens:
-                    read = prompt.shape[1]
+                read = prompt.shape[1] if sample.new_tokens else None
                 if read is None and active_routings(model)[0].active_config().phases == "prefill":
                     last, logits = read_behind_prompts(model, {"input_ids": ids})
                     read = int(prompts_of({"input_ids": ids})[0].sum())
@@ -320,6 +306,8 @@ def _continued(
     if not new_tokens:
         return prompt
     pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = tokenizer.eos_token_id
     ids: torch.Tensor = model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
@@ -328,7 +316,7 @@ def _continued(
         temperature=None,
         top_p=None,
         top_k=None,
-        pad_token_id=tokenizer.eos_token_id if pad is None else pad,
+        pad_token_id=pad,
     )
     return ids
 
@@ -367,11 +355,13 @@ def _edges(scores: torch.Tensor) -> torch.Tensor:
     known = scores[scores.isfinite()]
     if not len(known):
         return torch.linspace(0, 1, BINS + 1)
-    low, high = (
-        float(known.kthvalue(max(1, min(len(known), round(q * len(known))))).values)
-        for q in (0.001, 0.999)
-    )
-    return torch.linspace(low, max(high, low + 1e-3), BINS + 1)
+
+    def quantile(share: float) -> float:
+        place = max(1, min(len(known), round(share * len(known))))
+        return float(known.kthvalue(place).values)
+
+    low = quantile(0.001)
+    return torch.linspace(low, max(quantile(0.999), low + 1e-3), BINS + 1)
 
 
 def _layer_scores(
@@ -382,7 +372,5 @@ def _layer_scores(
     full, skipped = (
         torch.bincount(place[known & chosen], minlength=BINS).tolist() for chosen in (mask, ~mask)
     )
-    threshold = None
-    if record.threshold is not None:
-        threshold = float(record.threshold)
+    threshold = None if record.threshold is None else float(record.threshold)
     return LayerScores(threshold, float(mask.float().mean()), edges.tolist(), full, skipped, static)

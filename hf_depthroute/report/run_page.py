@@ -28,11 +28,14 @@ def render_page(report: RunReport) -> str:
         cost=charts.cost_chart(report),
         cost_parts=charts.COST_PARTS,
         ratios=[charts.ratio_chart(report, number) for number in numbers],
-        histograms=[
-            [
-                charts.histogram(report, n, i) if i in report.gated(n) else None
-                for i in report.tokens["layers"]
-            ]
-            for n in numbers
-        ],
+        histograms=[_histograms(report, number) for number in numbers],
     )
+
+
+def _histograms(report: RunReport, number: int) -> list[charts.Chart | None]:
+    """One for each routed layer; None: it has no gate."""
+    gated = report.gated(number)
+    return [
+        charts.histogram(report, number, index) if index in gated else None
+        for index in report.tokens["layers"]
+    ]

@@ -102,17 +102,14 @@ def view_of(
                 "tokens; a generation keeps its last step only, so call the model once more on "
                 "the whole text"
             )
-    losses = None
-    if logits is not None and input_ids is not None:
-        losses = losses_by_position(logits, input_ids)
     texts = []
     for row in range(batch):
         ids = None
+        loss = None
         if input_ids is not None:
             ids = input_ids[row].tolist()
-        loss = None
-        if losses is not None:
-            loss = losses[row]
+            if logits is not None:
+                (loss,) = losses_by_position(logits[row, None], input_ids[row, None])
         run = run_data(trace, row, tokenizer, ids, loss=loss, prompt_length=prompt_length)
         texts.append({"label": f"Sequence {row + 1}", "runs": [run]})
     return TokenView({"layers": list(trace), "texts": texts})
@@ -138,11 +135,9 @@ def run_data(
         `scores`: float32, little-endian, in base64.
     """
     first = trace[next(iter(trace))]
-    mask = first.token_mask
-    if mask is None:
-        real = torch.ones(first.mask.shape[1], dtype=torch.bool)
-    else:
-        real = mask[row].bool().cpu()
+    real = torch.ones(first.mask.shape[1], dtype=torch.bool)
+    if first.token_mask is not None:
+        real = first.token_mask[row].bool().cpu()
     kept = real.nonzero().flatten().tolist()
     if prompt_length is not None:
         prompt_length = sum(position < prompt_length for position in kept)
@@ -176,9 +171,8 @@ def _layer_data(index: int, record: RouteRecord, row: int, real: torch.Tensor) -
     threshold: Any = None
     if record.threshold is not None:
         threshold = float(record.threshold)
-    # That of a budget of 1; JSON has no infinity.
-    if threshold is not None and math.isinf(threshold):
-        threshold = str(threshold).replace("inf", "Infinity")
+        if math.isinf(threshold):  # that of a budget of 1; JSON has no infinity
+            threshold = str(threshold).replace("inf", "Infinity")
     scores_TK = record.scores[row].detach().float().cpu()[real].reshape(mask_TK.shape)
     return {
         "layer": index,
@@ -221,9 +215,7 @@ def text_pieces(
         context: Sequence[int] = []
         if counts and not pieces[-1].endswith(_REPLACEMENT):
             context = ids[start - counts[-1] : start]
-        before = ""
-        if context:
-            before = tokenizer.decode(list(context), **how)
+        before = tokenizer.decode(list(context), **how) if context else ""
         last = min(len(ids), start + _LONGEST)
         if boundary is not None and start < boundary:
             last = min(last, boundary)
@@ -266,18 +258,18 @@ def render(template: str, **values: object) -> str:
         "allow_nan": False,
         "separators": (",", ":"),
     }
-    style, script = (
-        (_HERE / name).read_text(encoding="utf-8") for name in ("style.css", "page.js")
-    )
-    hashes = [
-        base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
-        for part in (style, script)
-    ]
+    style = (_HERE / "style.css").read_text(encoding="utf-8")
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
     # Nothing is loaded, and no other script or style runs, not even from text that was not escaped.
     policy = (
-        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     return environment.get_template(template).render(
         style=Markup(style), script=Markup(script), policy=policy, **values
     )
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
