@@ -43,21 +43,20 @@ def explain(error: BaseException, what: str | None = None, access: str = "read")
             is about, if any.
         access: `"read"`, or `"write"` for what is sent to the Hub.
     """
-    said = next(
-        (said for cause in causes(error) if (said := _said(cause, access)) is not None), None
-    )
-    if said is None:
-        return None
-    return HubError(f"{what or _dataset_in(error) or 'download'}: {said}")
+    for cause in causes(error):
+        said = _said(cause, access)
+        if said is not None:
+            return HubError(f"{what or _dataset_in(error) or 'download'}: {said}")
+    return None
 
 
 def _dataset_in(error: BaseException) -> str | None:
     """`"dataset me/texts"`, where the package `datasets` said so:
     lm-eval's tasks download what no option names."""
-    found = next(filter(None, (_DATASET.match(str(cause)) for cause in causes(error))), None)
-    if found is None:
-        return None
-    return f"dataset {found[1]}"
+    for cause in causes(error):
+        if found := _DATASET.match(str(cause)):
+            return f"dataset {found[1]}"
+    return None
 
 
 def _said(cause: BaseException, access: str) -> str | None:
@@ -84,11 +83,10 @@ def _said(cause: BaseException, access: str) -> str | None:
     # The HTTP client's own error, which `huggingface_hub` passes on where it has no cache to look
     # in.
     if any(base.__name__ == "TransportError" for base in type(cause).__mro__):
+        said = "the Hub cannot be reached; check the network"
         if access == "write":
-            remedy = ""
-        else:
-            remedy = ", or set HF_HUB_OFFLINE=1 to use what has been downloaded"
-        return f"the Hub cannot be reached; check the network{remedy}"
+            return said
+        return f"{said}, or set HF_HUB_OFFLINE=1 to use what has been downloaded"
     if nowhere:
         return f"{unfetched} the Hub cannot be reached; check the network, or give a local path"
     return None
@@ -126,11 +124,8 @@ def offline() -> bool:
     """Whether HF_HUB_OFFLINE was set when the Hub client was imported."""
     from huggingface_hub import constants
 
-    return bool(constants.HF_HUB_OFFLINE) or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in (
-        "1",
-        "TRUE",
-        "YES",
-    )
+    of_datasets = os.environ.get("HF_DATASETS_OFFLINE", "").upper()
+    return bool(constants.HF_HUB_OFFLINE) or of_datasets in ("1", "TRUE", "YES")
 
 
 def _refused(access: str, status: int) -> str:

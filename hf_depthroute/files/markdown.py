@@ -10,11 +10,8 @@ from .shown import shown
 
 def markdown_text(text: str) -> str:
     """`text` on one line, with nothing that starts markup, a link or a cell."""
-    return (
-        re.sub(r"([\\`*\[\]|])", r"\\\1", shown(" ".join(text.split())))
-        .replace("&", "&amp;")
-        .replace("<", "&lt;")
-    )
+    escaped = re.sub(r"([\\`*\[\]|])", r"\\\1", shown(" ".join(text.split())))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -55,10 +55,8 @@ def code_repositories(model: str) -> list[str]:
 def refused_code(error: BaseException, model: str) -> str | None:
     """The message if transformers refused to load `model` without its remote code;
     None for any other error."""
-    if not any(
-        isinstance(cause, ValueError) and "trust_remote_code=True" in str(cause)
-        for cause in causes(error)
-    ):
+    refusals = [cause for cause in causes(error) if isinstance(cause, ValueError)]
+    if not any("trust_remote_code=True" in str(refusal) for refusal in refusals):
         return None
     names = ", ".join(code_repositories(model))
     return (

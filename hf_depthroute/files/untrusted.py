@@ -40,11 +40,9 @@ def read_file(path: Path, limit: int, folder: Path | None = None) -> bytes:
     try:
         # Do not wait for a writer to a pipe. What was looked at is not exchanged for a link
         # meanwhile.
-        flags = (
-            os.O_RDONLY
-            | getattr(os, "O_NONBLOCK", 0)
-            | (getattr(os, "O_NOFOLLOW", 0) if folder else 0)
-        )
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+        if folder:
+            flags |= getattr(os, "O_NOFOLLOW", 0)
         number = os.open(place, flags)
         if not stat.S_ISREG(os.fstat(number).st_mode):
             os.close(number)

@@ -61,6 +61,4 @@ def budget_of(params: SamplingParams) -> float | None:
         ConfigError: It is no number in (0, 1].
     """
     given = (params.extra_args or {}).get(BUDGET)
-    if given is None:
-        return None
-    return check_budget(given)
+    return None if given is None else check_budget(given)

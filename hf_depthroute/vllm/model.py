@@ -59,12 +59,9 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
         """Put the routings next to the FFNs, and the operator's name for each layer
         into vLLM's table."""
         family = row_of(self.config)
-        log = None
-        if self.tp_group.rank_in_group == 0:
-            log = RowLog(sorted(routings))
         counts = {}
-        if log is not None:
-            counts = {count.layer_index: count for count in log.counts}
+        if self.tp_group.rank_in_group == 0:
+            counts = {count.layer_index: count for count in RowLog(sorted(routings)).counts}
         compilation = self.vllm_config.compilation_config
         for index, layer in enumerate(getattr(find_decoder(self.model, family), family.layers)):
             swap(layer, served_forward)

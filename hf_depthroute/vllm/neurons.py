@@ -97,17 +97,13 @@ def own_neurons(
             {name: value[branch.neurons] for name, value in stored[linear].items()}
             for linear in maps
         ]
-        front = None
-        if norm is not None:
-            front = _with_values(norm, stored[norm])
+        front = None if norm is None else _with_values(norm, stored[norm])
         group[key] = OwnNeurons(front, rows, activation, branch.down)
 
 
 def _modules(branch: NeuronBranch) -> list[nn.Module]:
     norm, maps, _ = branch.reads()
-    if norm is None:
-        return maps
-    return [norm, *maps]
+    return maps if norm is None else [norm, *maps]
 
 
 def _with_values(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:

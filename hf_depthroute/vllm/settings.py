@@ -74,13 +74,10 @@ def settings_of(hf_config: PreTrainedConfig) -> Settings:
     Raises:
         ConfigError: There are none, or they are not such.
     """
-    given = getattr(hf_config, FIELD, None)
-    known = [field.name for field in fields(Settings)]
-    if (
-        not isinstance(given, dict)
-        or not isinstance(given.get("adapter"), str)
-        or not set(given) <= set(known)
-    ):
+    given: Any = getattr(hf_config, FIELD, None)
+    known = {field.name for field in fields(Settings)}
+    is_known = isinstance(given, dict) and set(given) <= known
+    if not is_known or not isinstance(given.get("adapter"), str):
         raise ConfigError(
             f"--hf-overrides: {FIELD}={given!r} must hold 'adapter', the adapter's folder, and may "
             "hold 'budget', 'phases' and 'request_budgets'; hf-depthroute vllm-config ADAPTER "
