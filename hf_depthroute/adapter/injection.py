@@ -21,7 +21,7 @@ from ..execution.costs import unrouted_steps
 from ..execution.decode import decodes, run_base
 from ..execution.executors import decode_steps
 from ..execution.layer import routed_forward
-from ..parts.rules import tail_mask
+from ..parts.rules import tail_mask, where_real
 from ..routing.misuse import warn_of_training
 from ..routing.routing import ROUTING, Routing
 from ..routing.stack import RoutedStack
@@ -146,8 +146,7 @@ def _of_shape(
         raise ValueError(
             f"in_full has shape {tuple(in_full.shape)}, the input {tuple(inputs.shape[:2])}"
         )
-    in_full = in_full.to(inputs.device)
-    return in_full if real is None else in_full & real
+    return where_real(in_full.to(inputs.device), real)
 
 
 def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

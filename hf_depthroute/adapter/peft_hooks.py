@@ -33,7 +33,7 @@ from transformers.integrations import PeftAdapterMixin
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.shown import say
 from ..routing.description import routed_lines
-from ..routing.stack import one_change, routed_stack
+from ..routing.stack import one_change, routed_layers, routed_stack
 from .base_check import check_base
 from .checks import add_of_same_method
 from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError
@@ -178,8 +178,7 @@ def _load_adapter(
 
 def _forget_measured(base: Any, adapter_name: str) -> None:
     """Drop the record of an adapter's training and its shares: they were of the weights before."""
-    stack = routed_stack(base)
-    for routing in () if stack is None else stack.routed:
+    for routing in routed_layers(base):
         routing.runs.pop(adapter_name, None)
         quantiles: Any = routing.depth_route_quantiles._modules.get(adapter_name)
         if quantiles is not None:

@@ -68,6 +68,16 @@ def behind(layer: torch.nn.Module, family: Family, part: str, update: torch.Tens
     return update * getattr(layer, family.residual_scale)
 
 
+def normed_for_ffn(
+    layer: torch.nn.Module, family: Family, before: torch.Tensor, after: torch.Tensor
+) -> torch.Tensor:
+    """What the FFN reads, normed, of the streams before and after the attention."""
+    read = after
+    if family.parallel:
+        read = before
+    return norm_of(layer, family, "ffn")(read)
+
+
 def template_norm(layer: torch.nn.Module, family: Family, part: str) -> tuple[Any, bool]:
     """A norm of the kind that a branch in place of `part` starts with,
     and whether its values mean the same there.

@@ -28,7 +28,7 @@ from ..base.stack import stack_of, unwrapped
 from ..config.adapter import ConfigError, DepthRouteConfig, renumber
 from ..parts.gates import GATES
 from ..routing.routing import ROUTING, Routing
-from ..routing.stack import RoutedStack, routed_stack
+from ..routing.stack import RoutedStack, routed_layers
 from ..routing.thresholds import BudgetController
 from ..routing.trace import full_depth
 from .calibration import set_budget
@@ -88,7 +88,7 @@ class _Draft:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("past_key_values") is None:
             target = self._target()
-            if target is not None and any(routing.adapter() for routing in _routed(target)):
+            if target is not None and any(routing.adapter() for routing in routed_layers(target)):
                 warnings.warn(
                     "the model that verifies is routed itself, so the output is not the full "
                     "model's; use lossless_generate(), or generate() of the PeftModel",
@@ -201,7 +201,7 @@ def draft_view(
     draft = _view_of(base)
     draft.__class__ = _drafting(base.__class__)
     draft.eval()
-    routings = _routed(draft)
+    routings = routed_layers(draft)
     for routing in routings:
         routing._disable_adapters = False
     configs = [routing.active_config() for routing in routings if routing.adapter()]
@@ -245,11 +245,6 @@ def _view_of(base: nn.Module) -> Any:
             kept += [value for value in values if isinstance(value, Mapping)]
         memo.update({id(value): value for value in kept if value is not None})
     return copy.deepcopy(base, memo)
-
-
-def _routed(model: nn.Module) -> tuple[Routing, ...]:
-    stack = routed_stack(model)
-    return () if stack is None else stack.routed
 
 
 def _leave_out(model: nn.Module, drop: Sequence[int]) -> None:

@@ -176,7 +176,7 @@ class Static(Rule):
             context.dropped, device=context.experts.device, dtype=context.experts.dtype
         )
         mask = ~torch.isin(context.experts, dropped)
-        return mask if context.real is None else mask & context.real, context.probs
+        return where_real(mask, context.real), context.probs
 
 
 RULES: dict[str, Rule] = {
@@ -189,6 +189,11 @@ RULES: dict[str, Rule] = {
     "running": Running(),
     "static": Static(),
 }
+
+
+def where_real(mask: Tensor, real: Tensor | None) -> Tensor:
+    """`mask` at the real tokens; `real` None: all are."""
+    return mask if real is None else mask & real
 
 
 def _all_if_none(mask: Tensor | None, like: Tensor) -> Tensor:
@@ -287,8 +292,7 @@ def threshold_mask(
 
     Bool `[B, T]`.
     """
-    mask = scores_BT >= threshold
-    return mask if token_mask_BT is None else mask & token_mask_BT
+    return where_real(scores_BT >= threshold, token_mask_BT)
 
 
 def tail_mask(

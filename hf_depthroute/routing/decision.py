@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..parts.rules import RULES, RuleContext
+from ..parts.rules import RULES, RuleContext, where_real
 from .plan import RoutePlan
 
 
@@ -84,4 +84,4 @@ def decided_tokens(plan: RoutePlan, token_mask: torch.Tensor | None) -> torch.Te
     """
     if plan.last_tokens is None:
         return token_mask
-    return ~plan.last_tokens if token_mask is None else token_mask & ~plan.last_tokens
+    return where_real(~plan.last_tokens, token_mask)

@@ -38,6 +38,12 @@ def routed_stack(model: nn.Module) -> RoutedStack | None:
     return kept if isinstance(kept, RoutedStack) else None
 
 
+def routed_layers(model: nn.Module) -> tuple[Routing, ...]:
+    """The routings of `model`, in layer order; empty if it has none."""
+    stack = routed_stack(model)
+    return () if stack is None else stack.routed
+
+
 def state_of(model: nn.Module) -> RunState:
     """The settings of `model` at run time.
 

@@ -26,7 +26,7 @@ from ..inference.calibration import active_routings
 from ..parts.gates import GATES
 from ..routing.misuse import FROZEN
 from ..routing.routing import Routing
-from ..routing.stack import routed_stack, state_of
+from ..routing.stack import routed_layers, state_of
 from .arguments import RoutingArguments
 from .log_lines import missed_budget, print_lines, unfinished_schedules
 from .objective import RoutingObjective
@@ -264,9 +264,7 @@ def provided(trainer: Trainer) -> Iterator[None]:
             `DataParallel` would copy the model.
     """
     model = cast(nn.Module, trainer.model)
-    stack = routed_stack(model)
-    held = () if stack is None else stack.routed
-    routings = [routing for routing in held if routing.adapter() is not None]
+    routings = [routing for routing in routed_layers(model) if routing.adapter() is not None]
     if routings and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(FROZEN)
     of_prompts = any(routing.active_config().phases == "prefill" for routing in routings)

@@ -20,7 +20,7 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ..base.sublayers import attended, attention_update, ffn_map, norm_of
+from ..base.sublayers import attended, attention_update, ffn_map, norm_of, normed_for_ffn
 from ..execution.decode import DECODE_ROWS, supports_decode
 from ..execution.executors import executor_of
 from ..execution.layer import call_on_stream
@@ -164,7 +164,7 @@ class RoutedStep:
         after = stream + given
         if not target.skips_ffn:
             return after
-        return after + ffn(norm_of(layer, family, "ffn")(stream if family.parallel else after))
+        return after + ffn(normed_for_ffn(layer, family, stream, after))
 
     def _joint_of(self, routing: Routing, plan: RoutePlan) -> FusedGateBranch | None:
         """Gate and branch as one product, where a decoding step of the library's own
@@ -274,8 +274,7 @@ def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         update = attention_update(layer, family, target.norm(layer, family, h), kwargs)
         out = torch.ops.hf_depthroute.routed(h, update, getattr(layer, NAME))
         if not target.skips_ffn:
-            read = h if family.parallel else out
-            out = out + ffn_map(layer, family)(norm_of(layer, family, "ffn")(read))
+            out = out + ffn_map(layer, family)(normed_for_ffn(layer, family, h, out))
         if family.returns_weights:
             return out, None
         return out

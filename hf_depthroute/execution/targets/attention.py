@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...base.families import Family
-from ...base.sublayers import attention_update, behind, ffn_map, norm_of
+from ...base.sublayers import attention_update, behind, ffn_map, norm_of, normed_for_ffn
 from ..attention import attended_rows, attended_update, supports_rows, supports_subset
 from ..call import RoutedCall
 from ..decode import AttentionStep, DecodeStep
@@ -110,6 +110,5 @@ class AttentionTarget(Target):
         return after
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
-        read = call.stream if call.family.parallel else after
-        normed = norm_of(call.layer, call.family, "ffn")(read)
+        normed = normed_for_ffn(call.layer, call.family, call.stream, after)
         return after + ffn_map(call.layer, call.family)(normed)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...base.recorded import ROUTER_LOGITS, is_recorded
-from ...base.sublayers import attention_update, ffn_map, norm_of, router_of
+from ...base.sublayers import attention_update, ffn_map, norm_of, normed_for_ffn, router_of
 from ..call import RoutedCall
 from ..decode import AttentionStep
 from ..gathered import in_slices
@@ -70,8 +70,7 @@ class BlockTarget(AttentionTarget):
         return super().supports_rows(call) and runs_by_rows(call)
 
     def rest_by_rows(self, call: RoutedCall, after: Tensor) -> Tensor:
-        read = call.stream if call.family.parallel else after
-        normed = norm_of(call.layer, call.family, "ffn")(read)
+        normed = normed_for_ffn(call.layer, call.family, call.stream, after)
         return ffn_rows(call, after, normed, call.ffn_scale)
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
@@ -87,6 +86,5 @@ class BlockTarget(AttentionTarget):
         stream = call.stream
         update = attention_update(layer, family, call.norm(), call.kwargs)
         a = stream + scaled(update, of_attention)
-        normed = norm_of(layer, family, "ffn")(stream if family.parallel else a)
-        update = ffn_map(layer, family)(normed)
+        update = ffn_map(layer, family)(normed_for_ffn(layer, family, stream, a))
         return a + scaled(update, of_ffn)
