@@ -173,7 +173,9 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     if not paths:
         raise _fault(folder, "holds no safetensors file; is it a checkpoint?")
     index = folder / "model.safetensors.index.json"
-    listed: Any = read_config(index).get("weight_map") if index.is_file() else {}
+    listed: Any = {}
+    if index.is_file():
+        listed = read_config(index).get("weight_map")
     if not isinstance(listed, dict):
         raise _fault(
             folder, f"{index.name}: weight_map is no list of tensors by name; download it again"

@@ -235,7 +235,9 @@ def last_tokens_of(
     Packed rows hold several sequences; of a shorter one it is all of its tokens.
     """
     ends = _ends_of(inputs, token_mask, kwargs)
-    return ends if count == 1 else tail_mask(ends, count, token_mask)
+    if count == 1:
+        return ends
+    return tail_mask(ends, count, token_mask)
 
 
 def _ends_of(

@@ -111,7 +111,9 @@ def _init_tuner(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
+    config = peft_config
+    if isinstance(peft_config, dict):
+        config = peft_config.get(adapter_name)
     if not isinstance(config, DepthRouteConfig):
         _check_other_method(model, adapter_name)
         check_names_of_others(model, getattr(config, "modules_to_save", None) or ())
@@ -154,7 +156,9 @@ def _load_adapter(
     load: Any, self: Any, model_id: object, adapter_name: str, *args: Any, **kwargs: object
 ) -> Any:
     # None while `from_pretrained` loads: the adapter has just been injected for this.
-    config = self.peft_config.get(adapter_name) if current_load() is None else None
+    config = None
+    if current_load() is None:
+        config = self.peft_config.get(adapter_name)
     base = self.base_model
     if isinstance(base, BaseTuner):
         base = base.model

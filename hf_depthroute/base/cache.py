@@ -132,7 +132,9 @@ class SkippingLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` positions; a positive number is the length to leave."""
-        left = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
+        left = tokens_to_remove
+        if tokens_to_remove <= 0:
+            left = self.length + tokens_to_remove
         self.length = min(self.length, left)
         if self.length == 0:  # the next tokens are a prompt
             self.reset()

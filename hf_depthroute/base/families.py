@@ -94,7 +94,9 @@ class Family:
             return "parallel"
         if self.ffn_post_norm is not None:
             return "post-norm" if self.ffn_norm is None else "sandwich"
-        return "sequential" if self.residual_scale is None else "scaled"
+        if self.residual_scale is None:
+            return "sequential"
+        return "scaled"
 
     @property
     def dropouts(self) -> tuple[str, ...]:

@@ -24,7 +24,9 @@ def norm_of(layer: torch.nn.Module, family: Family, part: str) -> RowMap:
     """The norm before `part`, `"attention"` or `"ffn"`; where there is none,
     a map that changes nothing."""
     name = getattr(family, f"{part}_norm")
-    return (lambda x: x) if name is None else getattr(layer, name)
+    if name is None:
+        return lambda x: x
+    return getattr(layer, name)
 
 
 def attention_update(

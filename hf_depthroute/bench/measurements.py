@@ -79,7 +79,9 @@ def label_of(sizes: str, setting: Mapping[str, Any]) -> str:
     """The label of a measurement from what it ran, as `Case.sizes`, and its setting."""
     model = setting.get("shape", setting["model_type"])
     routed = f"{setting.get('target', 'ffn')} of {len(setting['routed_layers'])} layers"
-    phases = f", phases {setting['phases']}" if "phases" in setting else ""
+    phases = ""
+    if "phases" in setting:
+        phases = f", phases {setting['phases']}"
     return f"{sizes}: {model} {setting['dtype']}, {routed}{phases}"
 
 

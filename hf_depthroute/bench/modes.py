@@ -107,5 +107,7 @@ def _raise_recompile_limit() -> None:
     # Every budget and executor is a graph of its own; the default limit of 8 would send the rest to
     # eager mode.
     config: Any = torch._dynamo.config
-    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    name = "cache_size_limit"
+    if hasattr(config, "recompile_limit"):
+        name = "recompile_limit"
     setattr(config, name, max(64, getattr(config, name)))

@@ -27,13 +27,17 @@ def tables(result: Mapping[str, object], others: Makers | None = None) -> list[l
 
 def brief(rows: Sequence[Row]) -> list[Row]:
     """A table without the modes where all ran alike: narrow enough for a terminal."""
-    left_out = "modes" if {row.get("modes", "") for row in rows} <= _PLAIN else None
+    left_out = None
+    if {row.get("modes", "") for row in rows} <= _PLAIN:
+        left_out = "modes"
     return [{name: cell for name, cell in row.items() if name != left_out} for row in rows]
 
 
 def comparison_table(comparison: Comparison) -> list[Row]:
     def number(value: float) -> str:
-        return f"{value:,.0f}" if value >= 1e4 else f"{value:.3f}"
+        if value >= 1e4:
+            return f"{value:,.0f}"
+        return f"{value:.3f}"
 
     return [
         {"case": c.label, "figure": c.figure, "old": number(c.old), "new": number(c.new)}

@@ -223,7 +223,9 @@ def _said(measured: object, phases: str) -> str | None:
 
 
 def _with_phases(words: str, phases: str | None) -> str:
-    return words if phases is None else f"{words}, phases {phases}"
+    if phases is None:
+        return words
+    return f"{words}, phases {phases}"
 
 
 def _bench(content: Mapping[str, Any], phases: str) -> tuple[dict[str, Any], list[Speed]]:

@@ -60,7 +60,9 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return error.code, str(error)
     if hasattr(error, "format_message"):  # typer's own, for a bad command line
         context = getattr(error, "ctx", None)
-        hint = "" if context is None else f" (see {context.command_path} --help)"
+        hint = ""
+        if context is not None:
+            hint = f" (see {context.command_path} --help)"
         option = getattr(error, "option_name", None)
         if context is not None and context.info_name == "bench" and option in MOVED:
             hint = f"; {MOVED[option]}"

@@ -235,7 +235,9 @@ def _prompt(given: str | None) -> str:
 
 def _layer_list(text: str | None) -> list[int]:
     """`"4,3"` -> `[3, 4]`."""
-    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    parts = []
+    if text is not None:
+        parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(map(int, parts))) < len(parts):
         raise CliError(f"--draft-drop {text!r}: write layer numbers, each once, such as 3,4")
     return sorted(map(int, parts))
@@ -255,7 +257,9 @@ def _lossless(
     with torch.no_grad():
         ids = lossless_generate(routed, **inputs, draft=draft, counter=counter, **settings)
     speed = counter.new_tokens / (time.perf_counter() - start)
-    budget = "the adapter's" if arguments["budget"] is None else arguments["budget"]
+    budget = arguments["budget"]
+    if budget is None:
+        budget = "the adapter's"
     left_out = ", ".join(map(str, arguments["drop"])) or "none"
     return ids, (
         f"{counter.new_tokens} tokens, {speed:.1f} tokens/s, {counter.acceptance_rate:.3f} of the "

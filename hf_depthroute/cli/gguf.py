@@ -27,7 +27,9 @@ def find_gguf_file(model: str | None, given: str | None, config: DepthRouteConfi
         )
     found = given
     there = base.is_dir() and not (base / "config.json").is_file()
-    files = sorted(path.name for path in base.glob("*.gguf")) if there else []
+    files = []
+    if there:
+        files = sorted(path.name for path in base.glob("*.gguf"))
     if found is None:
         remembered = (config.base_architecture or {}).get("gguf_file")
         if isinstance(remembered, str) and (model is None or remembered in files):

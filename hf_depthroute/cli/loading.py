@@ -61,7 +61,9 @@ def load_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig:
 def _from(gguf_file: str | None) -> dict[str, Any]:
     """What `from_pretrained` of the base is given."""
     trust = {"trust_remote_code": trusts_remote_code()}
-    return trust if gguf_file is None else trust | {"gguf_file": gguf_file}
+    if gguf_file is None:
+        return trust
+    return trust | {"gguf_file": gguf_file}
 
 
 def load_adapter_config(adapter: str) -> DepthRouteConfig:

@@ -96,7 +96,9 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     order = [name for part in owner.__mro__ for name in inspect.get_annotations(part)]
     parameters = []
     for field in sorted(fields(owner), key=lambda field: order.index(field.name)):
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        default = field.default
+        if default is MISSING:
+            default = inspect.Parameter.empty
         annotation = _annotation(field, kinds[field.name])
         parameters.append(
             inspect.Parameter(

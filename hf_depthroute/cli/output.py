@@ -35,7 +35,9 @@ def check_out(out: Path, overwrite: bool, resume: bool = False) -> Path:
     resolved = out.expanduser().resolve()
     if resolved.is_file():
         raise CliError(f"--out {out}: is a file; name a folder")
-    held = sorted(entry.name for entry in resolved.iterdir()) if resolved.is_dir() else []
+    held = []
+    if resolved.is_dir():
+        held = sorted(entry.name for entry in resolved.iterdir())
     checkpoints = [name for name in held if _CHECKPOINT.fullmatch(name)]
     if checkpoints and not resume:
         what = "pass --resume to go on with it, or remove its checkpoints"

@@ -132,7 +132,9 @@ def _report_adapter(given: ReportOptions) -> Path:
         rows = [asdict(row) for row in evaluate_budgets(routed, batches, None, budgets)]
         check_losses(routed, [row["loss"] for row in rows], batches)
     _check_rows(given, rows, budgets, follows)
-    notes = [f"{BEHIND_PROMPTS[0].upper()}{BEHIND_PROMPTS[1:]}."] if behind else []
+    notes = []
+    if behind:
+        notes = [f"{BEHIND_PROMPTS[0].upper()}{BEHIND_PROMPTS[1:]}."]
     if timed is None and given.speed:
         say("speed ...", sys.stderr)
         try:
@@ -174,7 +176,9 @@ def _check_results(
     behind = config.phases == "prefill"
     rows = losses.get("rows")
     if rows and bool(rows[0].get("behind_prompts")) != behind:
-        counted = "the text behind prompts, which alone are routed" if behind else "whole texts"
+        counted = "whole texts"
+        if behind:
+            counted = "the text behind prompts, which alone are routed"
         raise CliError(
             f"--eval {given.eval_file}: its losses are not of {counted}; measure them again"
         )

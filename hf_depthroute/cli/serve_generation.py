@@ -46,7 +46,9 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
 
     ids = inputs["input_ids"]
     length = len(ids) if isinstance(ids, list) else ids.shape[-1]
-    room = limits.output_tokens if limits.positions is None else limits.positions - length
+    room = limits.output_tokens
+    if limits.positions is not None:
+        room = limits.positions - length
     if length == 0:
         raise HTTPException(400, "the prompt has no tokens")
     if length > limits.prompt_tokens:
@@ -63,7 +65,9 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
             raise HTTPException(400, f"{name} is not served; a request has one answer")
     wanted = generation_config.max_new_tokens
     most = min(limits.output_tokens, room)
-    generation_config.max_new_tokens = most if wanted is None else max(1, min(wanted, most))
+    generation_config.max_new_tokens = most
+    if wanted is not None:
+        generation_config.max_new_tokens = max(1, min(wanted, most))
     generation_config.max_length = None
 
 

@@ -102,7 +102,9 @@ def train_adapter(options: TrainOptions) -> None:
     if rows:
         dense = rows[0]
         routed = rows[-1]
-        gap = "" if routed.gap is None else f", threshold - top-k {routed.gap:+.4f}"
+        gap = ""
+        if routed.gap is not None:
+            gap = f", threshold - top-k {routed.gap:+.4f}"
         share = f"{routed.full_ratio:.1%} of the tokens run full"
         say(f"validation loss: dense {dense.loss:.4f}, routed {routed.loss:.4f} ({share}){gap}")
     say(f"saved {out} in {record['seconds']} s")

@@ -106,7 +106,9 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
     def fixed_threshold(self) -> float | None:
         """The score that every routed layer compares with;
         None if the layer's own table gives it."""
-        return None if isinstance(self.threshold, str) else self.threshold
+        if isinstance(self.threshold, str):
+            return None
+        return self.threshold
 
     @property
     def last_in_full(self) -> int:
@@ -116,7 +118,9 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
 
     def gate_of(self, layer_index: int) -> str:
         """The gate of a routed layer: `"none"` in a static one."""
-        return "none" if layer_index in (self.static_layers or ()) else self.gate
+        if layer_index in (self.static_layers or ()):
+            return "none"
+        return self.gate
 
     def target_of(self, layer_index: int) -> str:
         """The target of a routed layer."""
@@ -183,7 +187,9 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
     @property
     def inference_rule(self) -> str:
         """The row of `RULES` by which inference decides."""
-        return "threshold" if self.causal_rule == "quantile" else self.causal_rule
+        if self.causal_rule == "quantile":
+            return "threshold"
+        return self.causal_rule
 
     def ranks_tokens(self) -> bool:
         """Whether top-k over the tokens of a sequence is a rule for this adapter."""

@@ -192,7 +192,9 @@ def _check_by_layer(c: DepthRouteConfig) -> None:
         pattern = getattr(c, name)
         _check_layers_of(name, pattern, "must map layer indices to values, or be left out")
         values = CHOICES.get(name.removesuffix("_pattern"))
-        known = "an integer from 1 to 262144" if values is None else f"one of: {', '.join(values)}"
+        known = "an integer from 1 to 262144"
+        if values is not None:
+            known = f"one of: {', '.join(values)}"
         for value in (pattern or {}).values():
             fits = _is_int(value, 1, 262144) if values is None else value in list(values)
             require(fits, name, pattern, f"has {reprlib.repr(value)}; use {known}")
@@ -268,7 +270,9 @@ def _check_gate(c: DepthRouteConfig) -> None:
         what = "is no subclass of hf_depthroute.parts.gate.Gate; derive its class from it"
         require(derives, "gate", c.gate, what)
         return
-    package = "no package" if c.gate_package is None else f"the package {c.gate_package}"
+    package = "no package"
+    if c.gate_package is not None:
+        package = f"the package {c.gate_package}"
     raise ConfigError(
         f"gate={reprlib.repr(c.gate)} is not hf_depthroute's own, and nothing has registered it "
         f"here; the file names {package}, module {c.gate_module}: install that if you trust it, "

@@ -143,7 +143,9 @@ def labels_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return labels
     ids = batch["input_ids"]
     starts = document_starts(batch)
-    return ids if starts is None else ids.masked_fill(starts, -100)
+    if starts is None:
+        return ids
+    return ids.masked_fill(starts, -100)
 
 
 def _rows(name: str, value: Any) -> torch.Tensor:

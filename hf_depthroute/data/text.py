@@ -183,7 +183,9 @@ def pack(
         raise DataError(
             f"block length {length} must be at least 2 tokens: the loss is on the next token"
         )
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    end = []
+    if tokenizer.eos_token_id is not None:
+        end = [tokenizer.eos_token_id]
 
     def to_blocks(batch: dict[str, list[object]]) -> dict[str, list[list[int]]]:
         texts = [text for text in batch["text"] if text]
@@ -288,7 +290,9 @@ def _sliced(splits: dict[str, Any], split: str, streaming: bool) -> Any:
     dataset = datasets.concatenate_datasets(
         [splits[p.splitname].select(range(p.from_, p.to)) for p in parts]
     )
-    return dataset.to_iterable_dataset() if streaming else dataset
+    if streaming:
+        return dataset.to_iterable_dataset()
+    return dataset
 
 
 def _hub_error(error: Exception, source: str) -> HubError | None:

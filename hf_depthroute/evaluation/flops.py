@@ -124,7 +124,9 @@ def share_in_full(routing: Routing, length: int) -> float:
     """The share of `length` new tokens that run in full whatever their scores:
     the last ones of `phases="prefill"`."""
     config = routing.active_config()
-    return min(1.0, config.last_in_full / length) if config.phases == "prefill" else 0.0
+    if config.phases == "prefill":
+        return min(1.0, config.last_in_full / length)
+    return 0.0
 
 
 def skips_attention(routing: Routing, config: PreTrainedConfig) -> bool:
@@ -143,7 +145,9 @@ def gate_weights(routing: Routing, length: int) -> float:
     groups = (routing.depth_route_gate, routing.depth_route_predictor)
     gates = [cast(Gate, group[name]) for group in groups if name in group]
     weights = float(sum(gate.weights_per_token() for gate in gates))
-    return weights / length if config.granularity == "sequence" else weights
+    if config.granularity == "sequence":
+        return weights / length
+    return weights
 
 
 def branch_weights(routing: Routing, config: PreTrainedConfig) -> float:
@@ -162,7 +166,9 @@ def branch_weights(routing: Routing, config: PreTrainedConfig) -> float:
 def memory_weights(routing: Routing) -> float:
     """Weights that the memory of target memory multiplies a token with, without its gate's;
     0 of another target."""
-    return 0.0 if routing.active_config().branch == "memory" else _memory_weights(routing)
+    if routing.active_config().branch == "memory":
+        return 0.0
+    return _memory_weights(routing)
 
 
 def _memory_weights(routing: Routing) -> float:

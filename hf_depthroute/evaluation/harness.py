@@ -252,7 +252,9 @@ def evaluate_tasks(
                 results = lm_eval.simple_evaluate(
                     lm, tasks=list(tasks), task_manager=manager, **settings
                 )
-            ratios = [1.0] if lm.counter is None else [*lm.counter.full_ratio().values()]
+            ratios = [1.0]
+            if lm.counter is not None:
+                ratios = [*lm.counter.full_ratio().values()]
             share = sum(ratios) / len(ratios)
             phases = None if name == "dense" else config.phases
             found = dict(results or {})

@@ -135,7 +135,9 @@ def evaluate_budgets(
     for budget in budgets:
         check_budget(budget)
     kept = list(batches)
-    calibration = None if calibration_batches is None else list(calibration_batches)
+    calibration = None
+    if calibration_batches is not None:
+        calibration = list(calibration_batches)
     rounds = 1 + 2 * len(budgets)
     config = active_routings(model)[0].active_config()
     behind = config.phases == "prefill"

@@ -59,7 +59,9 @@ def as_base(model: Any) -> AbstractContextManager[None]:
         model: A `PeftModel` with one active depth-routed adapter.
     """
     has_modules = any(routing.active_config().modules_to_save for routing in active_routings(model))
-    return model.disable_adapter() if has_modules else full_depth(model)
+    if has_modules:
+        return model.disable_adapter()
+    return full_depth(model)
 
 
 @torch.no_grad()

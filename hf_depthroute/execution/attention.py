@@ -155,7 +155,9 @@ def _keys_values(
     rotary embeddings, None if the attention does not rotate.
     """
     cache = cache_of(kwargs)
-    embeddings = kwargs.get("position_embeddings") if make.rotates(attention) else None
+    embeddings = None
+    if make.rotates(attention):
+        embeddings = kwargs.get("position_embeddings")
     keys, values, projected = make.keys_values(attention, x)  # [B, T, G, k]
     if embeddings is not None:
         keys = _rotated(attention, make, keys, *embeddings)

@@ -61,7 +61,9 @@ def gathered_update(
     rows = a.reshape(-1, width)  # [N, d]
     x_rows = x.reshape(-1, width)  # [N, d]
     flat = mask.reshape(-1)  # [N]
-    weight_N = None if weight is None else weight.reshape(-1, 1).to(a.dtype)
+    weight_N = None
+    if weight is not None:
+        weight_N = weight.reshape(-1, 1).to(a.dtype)
     full_index = flat.nonzero().squeeze(-1)  # [F]
     # Nothing is skipped: no gather, and bit for bit what the base computes.
     if full_index.numel() == rows.shape[0]:

@@ -184,7 +184,9 @@ def routed_call(
     target = target_of(plan).of_call(routing, plan, hidden_states, context, kwargs)
     stream = target.enter(layer, routing.family, hidden_states, kwargs)
     call = call_on_stream(layer, plan, target, stream, context.token_mask, kwargs, decides)
-    return call if ngrams is None else replace(call, ngrams=ngrams)
+    if ngrams is None:
+        return call
+    return replace(call, ngrams=ngrams)
 
 
 def call_on_stream(

@@ -46,7 +46,9 @@ def decide_sequences(
     """
     routing: Routing = layer._modules[ROUTING]
     batch, length = gate_input.shape[:2]
-    made = None if plan.training else remembered(cache_of(kwargs), routing.layer_index)
+    made = None
+    if not plan.training:
+        made = remembered(cache_of(kwargs), routing.layer_index)
     if made is not None and plan.replayed is None:
         keep, probs = (part[:, None].expand(-1, length) for part in made)
         return without_scores(routing, plan, gate_input, keep, probs)

@@ -101,7 +101,9 @@ class StepWeights:
     def _prepare(self, dtype: torch.dtype, norm: nn.Module, folds: object) -> Prepared:
         gate = self._gate
         branch = self._branch
-        recall = None if self.memory is None else self.memory.for_decoding(dtype)
+        recall = None
+        if self.memory is not None:
+            recall = self.memory.for_decoding(dtype)
         joins = folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16)
         if joins and gate is not None:
             joint = fuse(rms_of(norm), gate, branch, dtype)

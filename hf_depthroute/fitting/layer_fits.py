@@ -229,7 +229,9 @@ class _Rows:
         after = self._of(self.fulls)
         self.norms, self.sinks = norms_and_sinks(after)
         self.update = after - streams
-        self.gate = streams if residual else self._of([call.norm() for call in calls])
+        self.gate = streams
+        if not residual:
+            self.gate = self._of([call.norm() for call in calls])
         self.normed: torch.Tensor = branch.normed(streams).float()
         ngrams = [
             c.ngrams.to(mask.device)[mask]

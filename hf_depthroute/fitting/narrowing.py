@@ -51,7 +51,9 @@ def parts_of_mean(rows_R2: torch.Tensor) -> torch.Tensor:
 
 def standard_error(values_R: torch.Tensor) -> float | None:
     """The standard error of the mean over rows; None for a single row."""
-    return float(values_R.std() / len(values_R) ** 0.5) if len(values_R) > 1 else None
+    if len(values_R) > 1:
+        return float(values_R.std() / len(values_R) ** 0.5)
+    return None
 
 
 def tokens_and_losses(

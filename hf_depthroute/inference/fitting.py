@@ -104,13 +104,17 @@ def fit_branch(
         branch.down.bias.copy_(weights[rank])
     square = total(y_Nd.double().square().sum())
     missed = square + (weights * (gram @ weights - 2 * cross)).sum()
-    return float((missed / square).clamp(min=0)) if square > 0 else 0.0
+    if square > 0:
+        return float((missed / square).clamp(min=0))
+    return 0.0
 
 
 def ridge_of(branch: nn.Module, tokens: int, width: int) -> float:
     """The penalty of `fit_branch` for text that was not fitted on,
     from `tokens` tokens of `width` features."""
-    least = _RIDGE_OF_NEURONS if isinstance(branch, NeuronBranch) else _RIDGE
+    least = _RIDGE
+    if isinstance(branch, NeuronBranch):
+        least = _RIDGE_OF_NEURONS
     return max(least, 0.1 * width / tokens)
 
 
@@ -270,7 +274,9 @@ def _fit_layer(
             rows.append([part[real] for part in seen] + [cheap[real]])
     x_Nd, y_Nd, after_Nd, ngrams_NO, cheap_N = (torch.cat(parts) for parts in zip(*rows))
     norms_N, sinks_N = norms_and_sinks(after_Nd)
-    taken_N = torch.ones_like(sinks_N) if routing.active_gate().static else ~sinks_N
+    taken_N = ~sinks_N
+    if routing.active_gate().static:
+        taken_N = torch.ones_like(sinks_N)
     fixed = routing.active_gate().static or routing.config(name).fixed_threshold is not None
     decided = fixed or routing.active_quantiles().fitted()
     parameters = branch.down.in_features + (branch.down.bias is not None)  # for each output

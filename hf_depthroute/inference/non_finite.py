@@ -53,7 +53,9 @@ def finite_logits(model: Any) -> Iterator[None]:
 
     with base.register_forward_hook(of_this_thread(look), with_kwargs=True):
         yield
-    wrong = torch.stack([flag for _, flag in passes]).tolist() if passes else []
+    wrong = []
+    if passes:
+        wrong = torch.stack([flag for _, flag in passes]).tolist()
     if any(wrong):
         read = _up_to([ids for ids, _ in passes], wrong.index(True))
         raise NonFiniteError(_where(model, [{"input_ids": read}]))
@@ -116,6 +118,8 @@ def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tens
         for index, layer in enumerate(layers):
             if layer in finite and not bool(finite[layer]):
                 routed = hasattr(layer, ROUTING)
-                kind = "routed: look at its gate and branch" if routed else "not routed"
+                kind = "not routed"
+                if routed:
+                    kind = "routed: look at its gate and branch"
                 return f"layer {index} ({kind}) is the first whose output is not finite"
     return None

@@ -71,7 +71,9 @@ class FusedGateBranch:
         self._weight = (torch.cat(rows) * width**0.5).detach().contiguous()
         self._bias = torch.cat(biases).detach()
         self._out = None if gate.out is None else _copied(gate.out)
-        self._out_bias = 0.0 if gate.out_bias is None else float(gate.out_bias)
+        self._out_bias = 0.0
+        if gate.out_bias is not None:
+            self._out_bias = float(gate.out_bias)
 
     def run(
         self,
@@ -120,7 +122,9 @@ class FusedGateBranch:
             row = x.view(-1)
             squares = torch.dot(row, row).item()
             # NaN, as a norm gives.
-            scale = (squares + self._eps) ** -0.5 if squares < math.inf else math.nan
+            scale = math.nan
+            if squares < math.inf:
+                scale = (squares + self._eps) ** -0.5
             y = torch.addmv(self._bias, self._weight, row, alpha=scale)[None]
         else:
             squares_B11 = torch.baddbmm(self._eps_111, x[:, None], x[..., None])

@@ -163,7 +163,9 @@ class JEPAGate(Deriving, Gate):
             w1, w2, w3 = decide.weight.chunk(3, dim=1)
             offsets = F.linear(actions, action_map, predict.bias).to(a.dtype)
             parts = context_map, offsets, torch.cat([w1 + w3, w2 - w3], dim=1), decide.bias
-            return tuple(part.to(a.dtype) for part in parts) if casts else parts
+            if casts:
+                return tuple(part.to(a.dtype) for part in parts)
+            return parts
 
         weights = predict.weight, predict.bias, actions, decide.weight, decide.bias
         return self.derived(made, a.dtype, *weights, keeps=not autocast)

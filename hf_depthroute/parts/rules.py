@@ -198,7 +198,9 @@ def where_real(mask: Tensor, real: Tensor | None) -> Tensor:
 
 def _all_if_none(mask: Tensor | None, like: Tensor) -> Tensor:
     """`mask`; None stands for a bool mask, in the shape of `like`, that is true everywhere."""
-    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask
+    if mask is None:
+        return torch.ones_like(like, dtype=torch.bool)
+    return mask
 
 
 def selections() -> tuple[str, ...]:

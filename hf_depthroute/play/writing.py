@@ -55,7 +55,9 @@ class Text:
     @property
     def tokens_per_second(self) -> float | None:
         """Speed of the steps after the pass over the prompt; None before the first of them."""
-        return (self.written - 1) / self.seconds if self.seconds else None
+        if self.seconds:
+            return (self.written - 1) / self.seconds
+        return None
 
     @property
     def share(self) -> float:

@@ -259,7 +259,9 @@ def ratio_chart(report: RunReport, number: int) -> Chart:
     the budget that was asked for."""
     layers = report.scores[number]
     name = report.names[number]
-    line = " The dashed line is the budget." if report.follows_budget else ""
+    line = ""
+    if report.follows_budget:
+        line = " The dashed line is the budget."
     chart = Chart(
         f"ratio-{number}",
         f"Share run full by layer at budget {name}",
@@ -292,7 +294,9 @@ def histogram(report: RunReport, number: int, index: int) -> Chart:
     first = layer.edges[0]
     last = layer.edges[-1]
     threshold = layer.threshold
-    limit = "no threshold" if threshold is None else f"threshold {threshold:.3f}"
+    limit = "no threshold"
+    if threshold is not None:
+        limit = f"threshold {threshold:.3f}"
     chart = Chart(
         f"scores-{number}-{index}",
         f"Scores of layer {index} at budget {report.names[number]}",

@@ -125,7 +125,9 @@ class RunReport:
     @property
     def names(self) -> list[str]:
         """Labels of the budgets."""
-        return [f"{budget:g}" for budget in self.budgets] if self.follows_budget else ["fixed"]
+        if self.follows_budget:
+            return [f"{budget:g}" for budget in self.budgets]
+        return ["fixed"]
 
     def labels(self, start: str) -> list[str]:
         """The labels, each after `start`."""
@@ -372,5 +374,7 @@ def _layer_scores(
     full, skipped = (
         torch.bincount(place[known & chosen], minlength=BINS).tolist() for chosen in (mask, ~mask)
     )
-    threshold = None if record.threshold is None else float(record.threshold)
+    threshold = None
+    if record.threshold is not None:
+        threshold = float(record.threshold)
     return LayerScores(threshold, float(mask.float().mean()), edges.tolist(), full, skipped, static)

@@ -166,7 +166,9 @@ def plan_of(
     plan: RoutePlan = held[1]
     if plan.gate.exits:
         plan = replace(plan, kept=kept)
-    return plan if last_tokens is None else replace(plan, last_tokens=last_tokens)
+    if last_tokens is None:
+        return plan
+    return replace(plan, last_tokens=last_tokens)
 
 
 def make_plan(

@@ -74,7 +74,9 @@ def one_change(model: nn.Module) -> AbstractContextManager[object]:
     Two changes at one time could leave some layers with one result and some with the other.
     """
     stack = routed_stack(model)
-    return nullcontext() if stack is None else stack.state.changing
+    if stack is None:
+        return nullcontext()
+    return stack.state.changing
 
 
 def in_turn(change: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

@@ -279,7 +279,9 @@ def full_depth(model: nn.Module) -> AbstractContextManager[None]:
     For the calling thread only: others that run the model meanwhile are routed as ever.
     """
     stack = routed_stack(model)
-    return nullcontext() if stack is None else stack.state.override(layers=frozenset())
+    if stack is None:
+        return nullcontext()
+    return stack.state.override(layers=frozenset())
 
 
 def _combined(

@@ -204,7 +204,9 @@ class RoutingArguments:
 
     def weights(self) -> dict[str, float]:
         """The weight of every row of `LOSSES`."""
-        outside = self.loss_weights if isinstance(self.loss_weights, dict) else {}
+        outside = {}
+        if isinstance(self.loss_weights, dict):
+            outside = self.loss_weights
         added = {name: outside.get(name, term.weight) for name, term in LOSSES.items()}
         return added | {name: getattr(self, f"{name}_weight") for name in OWN_LOSSES}
 

@@ -76,7 +76,9 @@ def read_routing_state(path: Path) -> dict[str, float]:
     """Check the state that `RoutingObjective.state` returned;
     ValueError or TypeError for anything else."""
     found = json.loads(read_file(path, _MAX_BYTES))
-    temperature: Any = found.get("temperature", 1.0) if isinstance(found, dict) else None
+    temperature: Any = None
+    if isinstance(found, dict):
+        temperature = found.get("temperature", 1.0)
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not number or not set(found) <= {"temperature"} or not 0 < temperature <= _HOTTEST:
         raise ValueError(f"{path}: holds no state of the routing losses")
@@ -123,7 +125,9 @@ def check_complete(folder: Path) -> None:
     fault = fault_of(folder)
     if fault is not None:
         other = last_whole(folder.parent)
-        remedy = f"resume from {other.name}" if other else "start again without resuming"
+        remedy = "start again without resuming"
+        if other:
+            remedy = f"resume from {other.name}"
         raise CheckpointError(f"{folder}: cannot be resumed from: {fault}; {remedy}")
 
 

@@ -92,7 +92,9 @@ def log_line(
     mean gate probability."""
     if "train_runtime" in logs:
         speed = logs.get("train_steps_per_second")
-        mean = f", mean loss {_number(logs['train_loss'])}" if "train_loss" in logs else ""
+        mean = ""
+        if "train_loss" in logs:
+            mean = f", mean loss {_number(logs['train_loss'])}"
         time_taken = duration(logs["train_runtime"])
         return f"trained {step} steps in {time_taken} ({_number(speed)} steps/s){mean}"
     rest = {
@@ -179,4 +181,6 @@ def duration(seconds: float) -> str:
 
 
 def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)

@@ -93,7 +93,9 @@ class RoutingObjective:
             watchers.enter_context(state_of(self.model).override(observed=metrics))
             trace = watchers.enter_context(record_routes(self.model))
             trace.with_graph = True
-            prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
+            prefix = None
+            if a.forks():
+                prefix = watchers.enter_context(observe_prefix(self.model))
             watches = dict.fromkeys(row.observe for row in rows)
             seen = {
                 watch: watchers.enter_context(watch(self.model))
@@ -255,7 +257,9 @@ class RoutingObjective:
         """Undo `state`."""
         value = state.get("temperature")
         device = next(self.model.parameters()).device
-        self._label_scale.value = None if value is None else torch.tensor(value, device=device)
+        self._label_scale.value = None
+        if value is not None:
+            self._label_scale.value = torch.tensor(value, device=device)
         self._label_scale.begin_step()
 
     @torch.no_grad()

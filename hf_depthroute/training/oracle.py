@@ -238,4 +238,6 @@ class LabelScale:
             size = self._sums[0] / self._sums[1]
             before = size if self._before is None else self._before
             self.value = torch.lerp(size, before, _DECAY).clamp(min=1e-6)
-        return sums_2.new_ones(()) if self.value is None else self.value
+        if self.value is None:
+            return sums_2.new_ones(())
+        return self.value

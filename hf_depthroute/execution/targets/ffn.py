@@ -50,7 +50,9 @@ class FFNTarget(Target):
     def gathered(self, call: RoutedCall) -> Tensor:
         """As `Target.gathered`; where the norm is not known yet,
         only the rows that run are normed."""
-        router = router_of(call.layer, call.family) if is_recorded(ROUTER_LOGITS) else None
+        router = None
+        if is_recorded(ROUTER_LOGITS):
+            router = router_of(call.layer, call.family)
         if router is None:
             return self._gathered(call, call.normed)
         normed = call.norm()
