@@ -206,7 +206,9 @@ def _check_tensors(
     dtype and shape is as it must be."""
     found: dict[int, set[str]] = {}
     base = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    tied = "lm_head.weight" if model.config.tie_word_embeddings else None
+    tied = None
+    if model.config.tie_word_embeddings:
+        tied = "lm_head.weight"
     depth = given["num_hidden_layers"]
     for name in files:
         added = _ADDED.fullmatch(name)

@@ -54,7 +54,9 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
     routed = set(layers) if isinstance(layers, list) else None
     found: Counter[int | None] = Counter()
     for name, entry in header.items():
-        own = _OWN_NAME.fullmatch(name) if len(name) <= _MAX_NAME else None
+        own = None
+        if len(name) <= _MAX_NAME:
+            own = _OWN_NAME.fullmatch(name)
         layer = None if own is None else int(own[1])
         bare = name.removeprefix(WRAPPER)
         if own is None and not any(f"{module}." in bare for module in saved_modules):
@@ -70,7 +72,9 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
             return f"tensor {name[:_MAX_NAME]} has dtype {entry.dtype}; use one of: {known}"
         found[layer] += 1
         if found[layer] > (_MOST_OF_SAVED_MODULES if own is None else _MOST_OF_A_LAYER):
-            where = "modules_to_save" if own is None else f"layer {layer}"
+            where = "modules_to_save"
+            if own is not None:
+                where = f"layer {layer}"
             return (
                 f"holds more than {found[layer] - 1:,} tensors of {where}; no routed adapter does"
             )

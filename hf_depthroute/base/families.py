@@ -93,7 +93,9 @@ class Family:
         if self.parallel:
             return "parallel"
         if self.ffn_post_norm is not None:
-            return "post-norm" if self.ffn_norm is None else "sandwich"
+            if self.ffn_norm is None:
+                return "post-norm"
+            return "sandwich"
         if self.residual_scale is None:
             return "sequential"
         return "scaled"

@@ -145,4 +145,6 @@ def logit_change(model: nn.Module) -> tuple[str, float] | None:
         return None
     kind, field = row
     value = getattr(text_config(model.config), field, None)
-    return None if value is None else (kind, float(value))
+    if value is None:
+        return None
+    return (kind, float(value))

@@ -56,7 +56,9 @@ def router_of(layer: torch.nn.Module, family: Family) -> torch.nn.Module | None:
     """The router of a layer's experts, `[N, d] -> (logits [N, E], weights, chosen)`;
     None if the layer has none."""
     ffn = getattr(layer, family.ffn)
-    return ffn.gate if hasattr(ffn, family.experts) else None
+    if hasattr(ffn, family.experts):
+        return ffn.gate
+    return None
 
 
 def behind(layer: torch.nn.Module, family: Family, part: str, update: torch.Tensor) -> torch.Tensor:
@@ -117,4 +119,6 @@ def arguments_given(
 def hidden_of(output: Any) -> torch.Tensor:
     """The stream in what a decoder layer returns: some families return attention
     weights with it."""
-    return output[0] if isinstance(output, tuple) else output
+    if isinstance(output, tuple):
+        return output[0]
+    return output

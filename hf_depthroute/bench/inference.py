@@ -122,7 +122,9 @@ class _Runs:
             kept = self.case.pass_sizes()["logits"]
 
             def run() -> None:
-                kwargs = {} if cache is None else {"past_key_values": cache}
+                kwargs = {}
+                if cache is not None:
+                    kwargs = {"past_key_values": cache}
                 for part in tokens:
                     new_step(mode)
                     logits = call(part, use_cache=True, logits_to_keep=kept, **kwargs).logits

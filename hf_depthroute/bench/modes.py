@@ -29,7 +29,9 @@ def check_modes(names: Sequence[str] | None, device: torch.device) -> tuple[str,
         ValueError: A name is unknown, or there is none.
     """
     if names is None:
-        return MODES if device.type == "cuda" else ("eager",)
+        if device.type == "cuda":
+            return MODES
+        return ("eager",)
     unknown = [name for name in names if name not in MODES]
     if unknown or not names:
         raise ValueError(

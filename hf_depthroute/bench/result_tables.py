@@ -51,7 +51,9 @@ def _times(m: Mapping[str, Any]) -> Iterator[Row]:
         for budget, row in m.get(kind, {}).items():
             routed = m["budgets"][budget]
             eta = row.get("eta")
-            name = f"{label} {budget}" if m.get("follows_budget", True) else label
+            name = label
+            if m.get("follows_budget", True):
+                name = f"{label} {budget}"
             yield {
                 "case": short_label(m),
                 "variant": name,

@@ -76,7 +76,9 @@ class Variants:
             if input_ids is not None and self.follows_budget:
                 calibrate(model, [{"input_ids": input_ids}], budget=budget)
             self._thresholds[budget] = snapshot(model)
-        self.names = [BASE, DISABLED] if base is not None else [DISABLED]
+        self.names = [DISABLED]
+        if base is not None:
+            self.names = [BASE, DISABLED]
         if self.follows_budget:
             self.names.append(FULL)
         self.names += map(budget_name, self.budgets)

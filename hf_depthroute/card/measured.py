@@ -257,7 +257,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
-        content = json.loads(text) if len(text) <= _MAX_BYTES else None
+        content = None
+        if len(text) <= _MAX_BYTES:
+            content = json.loads(text)
     except OSError as error:
         raise ResultError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -181,7 +181,9 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
         for run in runs:
             value, spread = scores(run)[key]
             stderr = "" if spread is None else f"{spread:.4f}"
-            delta = "" if run is runs[0] else f"{value - dense[key][0]:+.4f}"
+            delta = ""
+            if run is not runs[0]:
+                delta = f"{value - dense[key][0]:+.4f}"
             numbers = (f"{value:.4f}", stderr, delta, f"{run.full_ratio:.3f}")
             cells.append((*key, run.name, *numbers))
     return content, header, cells

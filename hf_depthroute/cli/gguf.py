@@ -35,7 +35,9 @@ def find_gguf_file(model: str | None, given: str | None, config: DepthRouteConfi
         if isinstance(remembered, str) and (model is None or remembered in files):
             found = remembered
     if found is None and files:
-        others = f" (or {', '.join(files[1:4])})" if len(files) > 1 else ""
+        others = ""
+        if len(files) > 1:
+            others = f" (or {', '.join(files[1:4])})"
         raise CliError(
             f"model {base}: has no config.json, but a GGUF file; pass --gguf-file "
             f"{files[0]}{others}"

@@ -98,9 +98,13 @@ def _report_adapter(given: ReportOptions) -> Path:
     """Measure, and write the page; its path. What can be refused is refused before the
     weights are loaded."""
     path = _page_path(given)
-    known = read_losses(given.eval_file) if given.eval_file else None
+    known = None
+    if given.eval_file:
+        known = read_losses(given.eval_file)
     rows = known["rows"] if known else None
-    timed = read_bench(given.bench_file) if given.bench_file else None
+    timed = None
+    if given.bench_file:
+        timed = read_bench(given.bench_file)
     wanted = _wanted_budgets(given, rows)
     from . import loading
 
@@ -126,7 +130,9 @@ def _report_adapter(given: ReportOptions) -> Path:
     routed = source.routed(base)
     source.check_fitted(routed, wanted)
     follows = source.config.takes_budget()
-    budgets = wanted if follows else [float(source.config.budget)]
+    budgets = wanted
+    if not follows:
+        budgets = [float(source.config.budget)]
     if rows is None:
         say("losses ...", sys.stderr)
         rows = [asdict(row) for row in evaluate_budgets(routed, batches, None, budgets)]

@@ -83,7 +83,9 @@ def train_adapter(options: TrainOptions) -> None:
     out = options.out
     transformers.set_seed(options.seed)
     base = run.source.base_model()
-    checkpoint = checkpoint_to_resume(out) if options.resume else None
+    checkpoint = None
+    if options.resume:
+        checkpoint = checkpoint_to_resume(out)
     model = _model_to_train(run, base, checkpoint)
     if checkpoint is not None:
         check_same_run(checkpoint, model.active_peft_config, _arguments_of(run))

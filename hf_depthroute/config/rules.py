@@ -145,7 +145,9 @@ def _check_format(version: Any, library: Any) -> None:
     _check_int("format_version", version, 1, 1_000_000)
     if version > FORMAT_VERSION:
         known = isinstance(library, str) and _VERSION.fullmatch(library)
-        needed = f"hf_depthroute {library}" if known else "a newer one"
+        needed = "a newer one"
+        if known:
+            needed = f"hf_depthroute {library}"
         raise ConfigError(
             f"format_version={version}: hf_depthroute reads up to {FORMAT_VERSION} here; upgrade: "
             f"{needed} saved this"

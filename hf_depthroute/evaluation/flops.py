@@ -67,7 +67,9 @@ def matrices(
         family: The base's family, to tell the attention from the rest.
         routing: The layer's router, where one is on.
     """
-    parts = {} if routing is None else _left_out(layer, config, routing)
+    parts = {}
+    if routing is not None:
+        parts = _left_out(layer, config, routing)
     found = []
     for name, weight in layer.named_parameters():
         # A norm of heads is 2-d.
@@ -76,7 +78,9 @@ def matrices(
         shares = [share for prefix, share in parts.items() if name.startswith(f"{prefix}.")]
         inside = family is not None and name.startswith(f"{family.attention}.")
         part = "attention projections" if inside else "ffn"
-        chosen = config.num_experts_per_tok if weight.ndim == 3 else 1
+        chosen = 1
+        if weight.ndim == 3:
+            chosen = config.num_experts_per_tok
         found.append(Matrix(part, weight, chosen, max(shares, default=0.0)))
     return found
 
@@ -242,7 +246,9 @@ def count_flops(
     windows = windows_of(config, cached + length)
     for index, layer in enumerate(stack.layers):
         routing = routings.get(index)
-        full = 1.0 if routing is None or shares is None else shares[index]
+        full = 1.0
+        if routing is not None and shares is not None:
+            full = shares[index]
         for matrix in matrices(layer, config, stack.family, routing):
             rows = tokens * (1 - matrix.left_out * (1 - full))
             flops[matrix.part] += 2.0 * rows * matrix.per_token

@@ -123,7 +123,9 @@ def _run(
         if mask is None:
             mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         return _recorded(out, plan, without_scores(routing, plan, hidden_states, mask))
-    cache = cache_of(kwargs) if plan.rule == "running" else None
+    cache = None
+    if plan.rule == "running":
+        cache = cache_of(kwargs)
     if cache is not None:  # before the attention adds these positions to it
         plan = replace(plan, earlier=earlier_scores(cache, routing.layer_index, len(hidden_states)))
     call = routed_call(layer, plan, hidden_states, context, kwargs)

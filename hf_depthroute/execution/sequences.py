@@ -69,7 +69,9 @@ def decide_sequences(
 def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
     """Keep the decision with the KV cache, if there is one that has none yet;
     see `cache.remember`."""
-    cache = None if call.plan.training else cache_of(call.kwargs)
+    cache = None
+    if not call.plan.training:
+        cache = cache_of(call.kwargs)
     index = call.routing.layer_index
     if cache is not None and remembered(cache, index) is None:
         remember(cache, index, call.mask[:, 0], call.probs[:, 0], skips_attention)

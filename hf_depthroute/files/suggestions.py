@@ -14,4 +14,6 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: `"; did you mean 'budget'?"`, or nothing."""
     close = closest(name, known)
-    return "" if close is None else f"; did you mean {close!r}?"
+    if close is None:
+        return ""
+    return f"; did you mean {close!r}?"

@@ -142,7 +142,9 @@ class Fits:
             total((part[taken_N] / rows.norms[taken_N, None]).double().square().sum())
             for part in (missed_Nd, rows.update)
         )
-        found.branch_r2 = float(1 - missed / update) if update > 0 else 0.0
+        found.branch_r2 = 0.0
+        if update > 0:
+            found.branch_r2 = float(1 - missed / update)
         found.sinks = sum(each_of_all(int(rows.sinks.sum())))
         always_Sd = rows.gate[rows.sinks] if found.sinks else None
         nats_N = (missed_Nd @ self.metrics[index].to(missed_Nd)).square().sum(-1)
@@ -271,7 +273,9 @@ def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor, metric_dd: tor
     if sum(each_of_all(int(chosen_N.sum()))) < max(FEWEST, 2 * branch.down.in_features):
         chosen_N = ~rows.sinks
     x_Nd = rows.normed[chosen_N]
-    of_cost = metric_dd if isinstance(branch, NeuronBranch) else None
+    of_cost = None
+    if isinstance(branch, NeuronBranch):
+        of_cost = metric_dd
     ridge = ridge_of(branch, sum(each_of_all(len(x_Nd))), x_Nd.shape[1])
     fit_branch(branch, x_Nd, rows.update[chosen_N], ridge, rows.norms[chosen_N], metric_dd=of_cost)
 

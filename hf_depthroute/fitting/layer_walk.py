@@ -78,7 +78,9 @@ class LayerWalk:
     def plan(self, index: int) -> RoutePlan | None:
         """How layer `index` routes; None if it does not."""
         routing = self.routing(index)
-        return None if routing is None else routing.plan(False)
+        if routing is None:
+            return None
+        return routing.plan(False)
 
     def run(self, index: int, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs `[B, T, d]` of layer `index`, which is not routed, one for each batch."""

@@ -152,7 +152,9 @@ def time_left(
         routed.unload()
     warm = {is_routed: times[1:] for is_routed, times in seconds.items()}
     uneven = any(max(times) > _BUSY * min(times) for times in warm.values())
-    left = None if uneven else min(warm[True]) / min(warm[False])
+    left = None
+    if not uneven:
+        left = min(warm[True]) / min(warm[False])
     found: float | None = each_of_all(left)[0]  # every process has to choose alike
     return found
 

@@ -149,7 +149,9 @@ def fit_router(
         raise ValueError(f"rounds={rounds} must be at least 1")
     check_head(model, "fit_router")
     # thresholds are found first
-    causal_rule = "quantile" if config is None else config.causal_rule
+    causal_rule = "quantile"
+    if config is not None:
+        causal_rule = config.causal_rule
     config = config_to_fit(len(stack_of(model).layers), keep, config)
     text, held_out = split(list(model_inputs(model, batches)))
     tokens = tokens_to_fit(text, "fit_router")

@@ -184,7 +184,9 @@ def _gather_costs(
     points = []
     for length in (-(-input_ids.shape[1] // 8), input_ids.shape[1]):
         ids = input_ids[:, -length:]
-        mask = None if attention_mask is None else attention_mask[:, -length:]
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask[:, -length:]
         gained = []
         for _ in range(repeats + 1):  # the first one warms up
             spent = {}
@@ -217,7 +219,9 @@ def _supported(
         call = RoutedCall(layer, routing, plan, target_of(plan), stream, None, None, kwargs)
         for name, executor in EXECUTORS.items():
             # By name on a GPU, where "auto" leaves out what it expects to be the slower way.
-            asked = replace(plan, executor=name) if stream.is_cuda else plan
+            asked = plan
+            if stream.is_cuda:
+                asked = replace(plan, executor=name)
             if executor.supports(replace(call, plan=asked)):
                 found.add(name)
 

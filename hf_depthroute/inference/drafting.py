@@ -322,7 +322,9 @@ def lossless_generate(
     if counter is not None:
         inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs"))
         given = next(x for x in inputs if x is not None)
-        sequences = out if isinstance(out, torch.Tensor) else out.sequences
+        sequences = out
+        if not isinstance(out, torch.Tensor):
+            sequences = out.sequences
         counter.new_tokens += sequences.shape[1] - given.shape[1]
         counter.target_passes += passes
         counter.drafted += draft.drafted - drafted

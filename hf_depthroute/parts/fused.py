@@ -70,7 +70,9 @@ class FusedGateBranch:
         # With the root of d in the weights, the sum of squares stands for their mean.
         self._weight = (torch.cat(rows) * width**0.5).detach().contiguous()
         self._bias = torch.cat(biases).detach()
-        self._out = None if gate.out is None else _copied(gate.out)
+        self._out = None
+        if gate.out is not None:
+            self._out = _copied(gate.out)
         self._out_bias = 0.0
         if gate.out_bias is not None:
             self._out_bias = float(gate.out_bias)

@@ -71,7 +71,9 @@ class NeuronBranch(Deriving):
             return self._whole(x)[..., self.neurons]
         projected = F.linear(x.to(maps[0].weight.dtype), *self.rows()).chunk(len(maps), -1)
         hidden: torch.Tensor = ffn.act_fn(projected[0])
-        return hidden if len(maps) == 1 else hidden * projected[1]
+        if len(maps) == 1:
+            return hidden
+        return hidden * projected[1]
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """The branch for decoding, `[B, 1, d] -> [B, 1, d]`,

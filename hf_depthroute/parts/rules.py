@@ -113,7 +113,9 @@ class TopK(Rule):
     compares = False
 
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
-        real = None if context.real is None else context.real.flatten(1)
+        real = None
+        if context.real is not None:
+            real = context.real.flatten(1)
         mask = topk_mask(scores.detach().flatten(1), context.budget, real)
         return mask.view(scores.shape), context.probs
 

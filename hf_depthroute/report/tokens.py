@@ -142,7 +142,9 @@ def run_data(
     if prompt_length is not None:
         prompt_length = sum(position < prompt_length for position in kept)
     if ids is None or tokenizer is None:
-        shown = kept if ids is None else [ids[position] for position in kept]
+        shown = kept
+        if ids is not None:
+            shown = [ids[position] for position in kept]
         pieces = [f"{number} " for number in shown]
         counts = [1] * len(shown)
     else:
@@ -215,7 +217,9 @@ def text_pieces(
         context: Sequence[int] = []
         if counts and not pieces[-1].endswith(_REPLACEMENT):
             context = ids[start - counts[-1] : start]
-        before = tokenizer.decode(list(context), **how) if context else ""
+        before = ""
+        if context:
+            before = tokenizer.decode(list(context), **how)
         last = min(len(ids), start + _LONGEST)
         if boundary is not None and start < boundary:
             last = min(last, boundary)

@@ -149,7 +149,9 @@ def plan_of(
         now = version_key(table, None if controller is None else controller.threshold)
     if now is None:
         made = make_plan(routing, name, config, asked, training, executor, last_tokens, only_last)
-        return replace(made, kept=kept) if made.gate.exits else made
+        if made.gate.exits:
+            return replace(made, kept=kept)
+        return made
     stamped = asked, now
     key = (name, executor, only_last, settings.budget, settings.selection)
     held: Any = routing.derived.get(key)
@@ -197,7 +199,9 @@ def make_plan(
     elif budget < 1.0:
         threshold = cast(ScoreQuantiles, routing.depth_route_quantiles[name])(budget)
     replay = settings.replay
-    replayed = None if replay is None else replay.get(routing.layer_index)
+    replayed = None
+    if replay is not None:
+        replayed = replay.get(routing.layer_index)
     gate = GATES[config.gate_of(routing.layer_index)]
     target = TARGETS[config.target_of(routing.layer_index)]
     rule = _rule_of(gate, config, settings.selection, training)

@@ -206,7 +206,9 @@ def routed_loss(
                 "the model outside of torch.no_grad()"
             )
         share = _share(trainer, num_items_in_batch)
-        logits = getattr(outputs, "logits", None) if fused is None else None
+        logits = None
+        if fused is None:
+            logits = getattr(outputs, "logits", None)
         if objective.arguments.distill_weight > 0 and not is_standard(plain):
             assert watched.prefix is not None and watched.prefix.final is not None, (
                 "no forward pass was observed"

@@ -177,7 +177,9 @@ def run_forks(
         h = streams_FBTd.flatten(0, 1)
         context = prefix.context.each(partial(_repeat_rows, batch=batch, count=count))
         routing: Routing | None = layer._modules.get(ROUTING)
-        plan = None if routing is None else routing.plan(prefix.training)
+        plan = None
+        if routing is not None:
+            plan = routing.plan(prefix.training)
         if routing is None or plan is None or (not on_policy and fork is None):
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
@@ -215,7 +217,9 @@ def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, t
     """
     # Without attention, sparse execution looks at no other token.
     alone = call.plan.mix == "hard" and not call.plan.target.skips_attention
-    trunk = call.of(slice(batch), call.kwargs) if alone else call
+    trunk = call
+    if alone:
+        trunk = call.of(slice(batch), call.kwargs)
     after_full, after_cheap = call.target.both(trunk)
     out = call.target.mixed(trunk, after_full, after_cheap)
     if alone and batch < len(call.stream):

@@ -41,7 +41,9 @@ class Lines:
         done = state.global_step - self.first_step
         rest = state.max_steps - state.global_step
         passed = time.monotonic() - self.begun
-        left = passed / done * rest if self.begun and done > 0 else None
+        left = None
+        if self.begun and done > 0:
+            left = passed / done * rest
         return log_line(logs, state.global_step, state.max_steps, left)
 
 

@@ -57,7 +57,9 @@ class Run:
     ) -> dict[str, object]:
         """The record of the training, or `before` where none is remembered,
         with what the thresholds let run full."""
-        training = before if self.training is None else self.training
+        training = before
+        if self.training is not None:
+            training = self.training
         record: dict[str, object] = dict(training or {})
         shares = {}
         for routing in (h for h in routings_of(model) if adapter_name in h.depth_route_quantiles):

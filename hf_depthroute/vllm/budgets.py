@@ -61,4 +61,6 @@ def budget_of(params: SamplingParams) -> float | None:
         ConfigError: It is no number in (0, 1].
     """
     given = (params.extra_args or {}).get(BUDGET)
-    return None if given is None else check_budget(given)
+    if given is None:
+        return None
+    return check_budget(given)

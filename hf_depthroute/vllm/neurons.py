@@ -97,7 +97,9 @@ def own_neurons(
             {name: value[branch.neurons] for name, value in stored[linear].items()}
             for linear in maps
         ]
-        front = None if norm is None else _with_values(norm, stored[norm])
+        front = None
+        if norm is not None:
+            front = _with_values(norm, stored[norm])
         group[key] = OwnNeurons(front, rows, activation, branch.down)
 
 

@@ -41,7 +41,9 @@ def swiglu(
     for rows in index.split(cpu_slice(len(w_up)) if x.device.type == "cpu" else max(1, len(index))):
         if not rows.numel():
             continue
-        part = x if rows.numel() == len(x) else x.index_select(0, rows)
+        part = x
+        if rows.numel() != len(x):
+            part = x.index_select(0, rows)
         update = F.linear(F.silu(F.linear(part, w_gate)) * F.linear(part, w_up), w_down)
         if scale is not None:
             update = update * scale[rows, None].to(update.dtype)
