@@ -37,6 +37,13 @@ def clean(value: object) -> str:
     return f"{text[:_LONGEST]}..."
 
 
+def clean_or_none(value: object) -> str | None:
+    """`clean`, of what may be missing."""
+    if value is None:
+        return None
+    return clean(value)
+
+
 def code(value: object) -> Safe:
     """An inline code span that holds `value`, backticks included."""
     text = clean(value) or " "

@@ -196,21 +196,27 @@ def _scores(runs: Mapping[str, Mapping[str, Any]], phases: str) -> Iterator[Scor
             local = any("data_files" in (config.get("dataset_kwargs") or {}) for config in configs)
             datasets = {hub_id(config.get("dataset_path")) for config in configs}
             budget = run.get("budget")
-            if budget is None and name.startswith("budget "):
+            if budget is not None:
+                budget = _number(budget)
+            elif name.startswith("budget "):
                 budget = float(name.removeprefix("budget "))
+            documents = None
+            if all("effective" in count for count in counts):
+                documents = sum(int(count["effective"]) for count in counts)
+            dataset = None
+            if len(datasets) == 1 and not local:
+                dataset = datasets.pop()
             yield Score(
                 task=str(task),
                 metric=str(metric),
                 run=str(name),
-                budget=None if budget is None else _number(budget),
+                budget=budget,
                 value=_number(value),
                 stderr=_optional(stderr),
                 dense=_number(dense),
                 full_ratio=_number(run["full_ratio"]),
-                documents=sum(int(n["effective"]) for n in counts)
-                if all("effective" in n for n in counts)
-                else None,
-                dataset=datasets.pop() if len(datasets) == 1 and not local else None,
+                documents=documents,
+                dataset=dataset,
                 phases=_said(run.get("phases"), phases),
             )
 

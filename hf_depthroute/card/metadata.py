@@ -17,7 +17,8 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from ..config.adapter import TASKS
 from ..data.text import PYTHON_STDLIB, is_local_file
-from .escaping import clean, hub_id
+from ..evaluation.perplexity import BudgetRow
+from .escaping import clean, clean_or_none, hub_id
 from .facts import Facts
 from .measured import Losses, Results, Score
 
@@ -54,8 +55,8 @@ def make_metadata(
         pipeline_tag=TASKS[facts.config.task_type or "CAUSAL_LM"][1],
         tags=[*by_base, *TAGS, *(clean(tag) for tag in tags)],
         datasets=list(dict.fromkeys(indexed)) or None,
-        language=None if language is None else clean(language),
-        license=None if license is None else clean(license),
+        language=clean_or_none(language),
+        license=clean_or_none(license),
         **extra,
     )
 
@@ -83,17 +84,22 @@ def _losses(measured: Sequence[Losses]) -> list[EvalResult]:
             task_type="text-generation",
             dataset_type=dataset_id(losses.dataset) or "text",
             dataset_name=clean(Path(losses.dataset).name),
-            dataset_config=None if losses.config is None else clean(losses.config),
-            dataset_split=None if losses.split is None else clean(losses.split),
+            dataset_config=clean_or_none(losses.config),
+            dataset_split=clean_or_none(losses.split),
             metric_type="loss",
-            metric_name="Loss, nats per token"
-            + ("" if row.rule == "fixed" else f" (budget {row.budget:g})"),
+            metric_name=_loss_name(row),
             metric_value=round(row.loss, 4),
         )
         for losses in measured
         for row in losses.rows
         if row.rule in ("threshold", "fixed") and math.isfinite(row.loss)
     ]
+
+
+def _loss_name(row: BudgetRow) -> str:
+    if row.rule == "fixed":
+        return "Loss, nats per token"
+    return f"Loss, nats per token (budget {row.budget:g})"
 
 
 def _scores(measured: Sequence[Score]) -> list[EvalResult]:

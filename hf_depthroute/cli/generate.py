@@ -133,16 +133,19 @@ def generate(options: GenerateOptions) -> None:
 
 def _settings(options: GenerateOptions, tokenizer: Any) -> dict[str, Any]:
     """Arguments of `generate`."""
-    pad = tokenizer.pad_token_id
-    drawn = options.sample
-    return {
-        "do_sample": drawn,
-        "temperature": options.temperature if drawn else None,
-        "top_p": options.top_p if drawn else None,
-        "top_k": 0 if drawn else None,
+    from ..data.prompts import pad_id_of
+
+    settings: dict[str, Any] = {
+        "do_sample": options.sample,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
         "max_new_tokens": options.max_new_tokens,
-        "pad_token_id": tokenizer.eos_token_id if pad is None else pad,
+        "pad_token_id": pad_id_of(tokenizer),
     }
+    if options.sample:
+        settings |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+    return settings
 
 
 def _plain(

@@ -46,3 +46,11 @@ def encode_prompt(tokenizer: Any, prompt: str, chat_template: bool = True) -> li
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether `encode_prompt` has a template to put a prompt into."""
     return bool(getattr(tokenizer, "chat_template", None))
+
+
+def pad_id_of(tokenizer: Any) -> int | None:
+    """The token that `generate` pads with: the tokenizer's, or else the one that ends a text."""
+    pad: int | None = tokenizer.pad_token_id
+    if pad is None:
+        pad = tokenizer.eos_token_id
+    return pad

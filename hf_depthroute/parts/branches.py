@@ -160,12 +160,18 @@ class LowRankBranch(nn.Module):
         """The input of `down`, from the output of `normed`, in the dtype of `x`."""
         return F.silu(self.up(x))
 
+    def norm_for_decoding(self) -> TensorMap:
+        """`normed`, in few operators where its norm can be."""
+        if isinstance(self.norm, RMSNorm):
+            return self.norm.for_decoding()
+        return self.normed
+
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`,
         in few operators."""
         up, up_bias = self.up.cast(dtype)
         down, down_bias = self.down.cast(dtype)
-        norm = self.norm.for_decoding() if isinstance(self.norm, RMSNorm) else self.normed
+        norm = self.norm_for_decoding()
         return lambda a: F.linear(F.silu(F.linear(norm(a).to(dtype), up, up_bias)), down, down_bias)
 
 

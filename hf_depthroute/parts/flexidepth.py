@@ -92,7 +92,7 @@ class SwiGLUBranch(LowRankBranch):
         gate, gate_bias = self.gate.cast(dtype)
         up, up_bias = self.up.cast(dtype)
         down, down_bias = self.down.cast(dtype)
-        norm = self.norm.for_decoding() if isinstance(self.norm, RMSNorm) else self.normed
+        norm = self.norm_for_decoding()
 
         def update(a: torch.Tensor) -> torch.Tensor:
             y = norm(a).to(dtype)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..data.batches import INPUTS, prompts_of
+from ..data.prompts import pad_id_of
 from ..evaluation.cost import route_cost
 from ..evaluation.served import as_base, read_behind_prompts, read_generated
 from ..inference.calibration import active_routings, set_budget
@@ -307,9 +308,6 @@ def _continued(
 ) -> torch.Tensor:
     if not new_tokens:
         return prompt
-    pad = tokenizer.pad_token_id
-    if pad is None:
-        pad = tokenizer.eos_token_id
     ids: torch.Tensor = model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
@@ -318,7 +316,7 @@ def _continued(
         temperature=None,
         top_p=None,
         top_k=None,
-        pad_token_id=pad,
+        pad_token_id=pad_id_of(tokenizer),
     )
     return ids
 
