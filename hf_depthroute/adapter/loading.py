@@ -83,10 +83,7 @@ def without_adapter_name(key: str, adapter_name: str) -> str | None:
 
 
 def match_tensors(
-    model: nn.Module,
-    config: Any,
-    adapter_name: str,
-    state_dict: Mapping[str, torch.Tensor],
+    model: nn.Module, config: Any, adapter_name: str, state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint by model key.
 

@@ -20,14 +20,7 @@ from .escaping import hub_id
 
 _MAX_BYTES = 64 << 20
 # What reading content of another form raises.
-_OF_OTHER_FORM = (
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    OverflowError,
-)
+_OF_OTHER_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 
 
 class ResultError(OneLine, ValueError):

@@ -170,10 +170,7 @@ def _report_adapter(given: ReportOptions) -> Path:
 
 
 def _check_results(
-    given: ReportOptions,
-    config: DepthRouteConfig,
-    losses: dict[str, Any],
-    timed: dict[str, Any],
+    given: ReportOptions, config: DepthRouteConfig, losses: dict[str, Any], timed: dict[str, Any]
 ) -> None:
     """Refuse results of another adapter, and losses of other tokens than the adapter's."""
     files = (f"--eval {given.eval_file}", losses), (f"--bench {given.bench_file}", timed)

@@ -155,12 +155,7 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
     from .serve_limits import limited
 
     owner = name.split("/")[0] if "/" in name else ""
-    model = {
-        "id": name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": owner,
-    }
+    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": owner}
     build: Any = server.build_server
     managers = utils.GenerateManager, utils.CBGenerateManager
     states = []

@@ -33,11 +33,7 @@ def as_decided(plan: RoutePlan, layer_index: int, kwargs: Kwargs) -> RoutePlan:
 
 
 def decide_sequences(
-    layer: Any,
-    plan: RoutePlan,
-    gate_input: Tensor,
-    token_mask: Tensor | None,
-    kwargs: Kwargs,
+    layer: Any, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None, kwargs: Kwargs
 ) -> Decision:
     """One decision per sequence, on the mean over its real tokens; with a KV cache,
     the one made on the prompt.

@@ -19,13 +19,7 @@ from ..config.adapter import check_budget
 from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.gates import GATES
 from ..routing.stack import in_turn, routings_of, state_of
-from ..routing.thresholds import (
-    NOT_FITTED,
-    Measured,
-    share_shifts,
-    table_through,
-    threshold_table,
-)
+from ..routing.thresholds import NOT_FITTED, Measured, share_shifts, table_through, threshold_table
 from ..routing.trace import count_routes, record_routes
 from .restoring import restored_on_error
 

@@ -314,10 +314,7 @@ def lossless_generate(
         passes += 1
 
     drafted = draft.drafted
-    with (
-        full_depth(model),
-        unwrapped(model).register_forward_pre_hook(of_this_thread(count)),
-    ):
+    with full_depth(model), unwrapped(model).register_forward_pre_hook(of_this_thread(count)):
         out = cast(Any, model).generate(*args, assistant_model=draft, **kwargs)
     if counter is not None:
         inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs"))

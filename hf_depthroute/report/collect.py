@@ -224,9 +224,7 @@ def collect_scores(
     ]
 
 
-def _joined(
-    records: Sequence[RouteRecord],
-) -> tuple[RouteRecord, torch.Tensor, torch.Tensor]:
+def _joined(records: Sequence[RouteRecord]) -> tuple[RouteRecord, torch.Tensor, torch.Tensor]:
     """The first record, and the scores and decisions of all, without padding."""
     scores = torch.cat([record.scores[record.real].float().cpu() for record in records])
     return records[0], scores, torch.cat([record.mask[record.real].cpu() for record in records])

@@ -219,10 +219,7 @@ PRESETS: dict[str, Preset] = {
         _losses(similarity=1.0)
         | {"learning_rate": 2e-5}
         | _AUTHORS_SCHEDULE
-        | {
-            "budget_start": 1.0,
-            "budget_schedule_steps": 1000,
-        },
+        | {"budget_start": 1.0, "budget_schedule_steps": 1000},
         "Numbers of the authors' code, which also trains the base, after adding layers to it. "
         "There the router reads the stream before the attention, here before the FFN; there the "
         "budget is shared out over layers and sequences, here each layer holds it in each "

@@ -104,11 +104,7 @@ def record_of(model: nn.Module) -> dict[str, Any]:
 
 
 def training_record(
-    args: TrainingArguments,
-    state: TrainerState,
-    model: nn.Module,
-    dataset: Any,
-    seconds: float,
+    args: TrainingArguments, state: TrainerState, model: nn.Module, dataset: Any, seconds: float
 ) -> dict[str, Any]:
     """The record of a training so far, by the arguments and the state of its
     `transformers.Trainer`.
