@@ -75,7 +75,7 @@ def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
         ids = inputs.get("inputs_embeds")
     if config is None or not isinstance(ids, torch.Tensor):
         return nullcontext()
-    if labels.shape == ids.shape[:2] and _predicts_tokens(model):
+    if labels.shape == ids.shape[:2] and predicts_tokens(model):
         return run_in_full(model, in_full(inputs, config.last_in_full))
     given = dict(inputs)
     return run_in_full(
@@ -126,7 +126,8 @@ def _of_prompts_alone(stack: RoutedStack) -> DepthRouteConfig | None:
     return next((config for config in active if config.phases == "prefill"), None)
 
 
-def _predicts_tokens(model: Any) -> bool:
+def predicts_tokens(model: Any) -> bool:
+    """Whether `model` has an LM head."""
     read = getattr(model, "get_output_embeddings", None)
     return read is not None and read() is not None
 

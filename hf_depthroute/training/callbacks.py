@@ -27,6 +27,7 @@ from ..parts.gates import GATES
 from ..routing.misuse import FROZEN
 from ..routing.routing import Routing
 from ..routing.stack import routed_layers, state_of
+from .answers import check_answers
 from .arguments import RoutingArguments
 from .log_lines import missed_budget, print_lines, unfinished_schedules
 from .objective import RoutingObjective
@@ -269,13 +270,7 @@ def provided(trainer: Trainer) -> Iterator[None]:
     routings = [routing for routing in routed_layers(model) if routing.adapter() is not None]
     if routings and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(FROZEN)
-    of_prompts = any(routing.active_config().phases == "prefill" for routing in routings)
-    if of_prompts and hasattr(trainer, "ref_model"):
-        raise ValueError(
-            f"{type(trainer).__name__} compares log-probabilities of prompt and answer read in one "
-            "pass, where phases='prefill' would route the answers too: call set_phases(model, "
-            "'all') for this training"
-        )
+    check_answers(trainer)
     callbacks = trainer.callback_handler.callbacks
     ours = [callback for callback in callbacks if isinstance(callback, RoutingCallback)]
     if len(ours) > 1:

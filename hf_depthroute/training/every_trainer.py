@@ -1,8 +1,9 @@
-"""Every `transformers.Trainer` that trains routers trains them with the routing losses.
+"""Every `transformers.Trainer` that trains routers trains them with the routing losses,
+and every one that takes a loss of labels takes that of what is served.
 
-A Trainer hands itself to none of its callbacks, so `Trainer.train` is wrapped. Its module takes a
-second to import, and most programs never train: it is wrapped when an adapter is injected that can
-train, or that finds it imported.
+A Trainer hands itself to none of its callbacks, so `Trainer.train` and `Trainer.evaluation_loop`
+are wrapped. Its module takes a second to import, and most programs never train: it is wrapped when
+an adapter is injected that can train, or that finds it imported.
 """
 
 from __future__ import annotations
@@ -10,22 +11,48 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ..adapter.labels import as_served
 from ..adapter.peft_hooks import wrap
 from ..config.adapter import DepthRouteConfig
 
 
 def install_for(config: DepthRouteConfig) -> None:
-    """Done after an injection: wrap `Trainer.train`, unless nothing trains;
+    """Done after an injection: wrap the Trainer, unless nothing trains;
     a second call does nothing."""
     if config.inference_mode and "transformers.trainer" not in sys.modules:
         return
     from transformers import Trainer
 
     wrap(Trainer, "train", _train)
+    wrap(Trainer, "evaluation_loop", _evaluate)
 
 
 def _train(train: Any, self: Any, *args: object, **kwargs: object) -> Any:
     from .callbacks import provided
 
+    _serve_losses(type(self))
     with provided(self):
         return train(self, *args, **kwargs)
+
+
+def _evaluate(evaluate: Any, self: Any, *args: object, **kwargs: object) -> Any:
+    from .answers import check_answers
+
+    _serve_losses(type(self))
+    check_answers(self)
+    return evaluate(self, *args, **kwargs)
+
+
+def _serve_losses(kind: type) -> None:
+    """Wrap the `compute_loss` that trainers of class `kind` have, in the class that defines it."""
+    owner = next(base for base in kind.__mro__ if "compute_loss" in vars(base))
+    wrap(owner, "compute_loss", _served_loss)
+
+
+def _served_loss(
+    compute_loss: Any, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """`compute_loss`, in passes that are as the labels of `inputs` say, also where it takes the
+    labels away before a pass (label smoothing, a loss function of its own)."""
+    with as_served(self.model, inputs):
+        return compute_loss(self, model, inputs, *args, **kwargs)

@@ -14,7 +14,7 @@ from peft import PeftModel
 from text_models import word_tokenizer
 from training import adapter_state
 
-from hf_depthroute import DepthRouteConfig
+from hf_depthroute import DepthRouteConfig, set_phases
 from hf_depthroute.base.contexts import evaluating
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import count_routes, record_routes
@@ -254,7 +254,69 @@ def test_a_policy_that_routes_prompts_alone_is_refused(tmp_path: Path) -> None:
     args = arguments(trl.DPOConfig, tmp_path, max_length=32)
     data = datasets.Dataset.from_list(PAIRS)
     trainer = trl.DPOTrainer(
-        model, args=args, train_dataset=data, processing_class=word_tokenizer()
+        model, args=args, train_dataset=data, eval_dataset=data, processing_class=word_tokenizer()
     )
-    with pytest.raises(ValueError, match=r"DPOTrainer .* set_phases\(model, 'all'\)"):
-        trainer.train()
+    for run in (trainer.evaluate, trainer.train):
+        with pytest.raises(ValueError, match=r"DPOTrainer .* set_phases\(model, 'all'\)"):
+            run()
+
+
+TRIPLES = [{**pair, "reference": " the cat sat"} for pair in PAIRS]
+WITHOUT_REFERENCE: list[tuple[str, str, list[dict[str, Any]], dict[str, Any]]] = [
+    ("trl.experimental.orpo", "ORPO", PAIRS, {}),
+    ("trl.experimental.cpo", "CPO", PAIRS, {}),
+    ("trl.experimental.cpo", "CPO", PAIRS, {"loss_type": "simpo", "cpo_alpha": 0.0}),
+    ("trl.experimental.tpo", "TPO", TRIPLES, {}),
+    ("trl", "Distillation", [{"prompt": prompt} for prompt in PROMPTS], {}),
+]
+
+
+@pytest.mark.parametrize(
+    "module, name, data, fields",
+    WITHOUT_REFERENCE,
+    ids=lambda value: value if isinstance(value, str) and "." not in value else "",
+)
+def test_a_trainer_without_a_reference_refuses_it_too(
+    module: str,
+    name: str,
+    data: list[dict[str, Any]],
+    fields: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    trainers = pytest.importorskip(module)
+    if not hasattr(trainers, f"{name}Trainer"):
+        pytest.skip(f"this TRL has no {name}Trainer")
+    lengths = {} if name == "Distillation" else {"max_length": 32}
+    teacher = {"teacher_model": build_base("llama")} if name == "Distillation" else {}
+    model = trained(tmp_path, phases="prefill")
+    text = datasets.Dataset.from_list(data)
+    trainer = getattr(trainers, f"{name}Trainer")(
+        model,
+        args=arguments(getattr(trainers, f"{name}Config"), tmp_path, **lengths, **fields),
+        train_dataset=text,
+        eval_dataset=text,
+        processing_class=word_tokenizer(),
+        **teacher,
+    )
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match=rf"{name}Trainer .* set_phases\(model, 'all'\)"):
+            run()
+    set_phases(model, "all")
+    trainer.train()
+
+
+def test_a_reward_model_of_prompts_alone_trains(tmp_path: Path) -> None:
+    """It reads the end of a text, which runs in full."""
+    data = datasets.Dataset.from_list(PAIRS)
+    trainer = trl.RewardTrainer(
+        reward_base(),
+        args=arguments(trl.RewardConfig, tmp_path, max_length=32),
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=word_tokenizer(),
+        peft_config=DepthRouteConfig(layers=[1, 2, 3], phases="prefill"),
+    )
+    trainer.train()
+    trainer.evaluate()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import build_base, build_routed, tokens
 from peft import PeftModel, PeftModelForCausalLM
 from sft_runs import ROUTES, sft, sft_arguments, token_data
@@ -26,6 +27,7 @@ from hf_depthroute import (
     DepthRouteTrainer,
     get_depth_routed_model,
 )
+from hf_depthroute.routing.trace import full_depth
 from hf_depthroute.training.trainer import DepthRouteTrainerMixin, RoutingArguments
 
 trl = pytest.importorskip("trl")
@@ -227,3 +229,33 @@ def test_lora_training_over_frozen_routers_adds_nothing(tmp_path: Path) -> None:
         warnings.filterwarnings("error", message=".*without the routing losses")
         trainer.train()
     assert all("loss_budget" not in entry for entry in step_logs(trainer))
+
+
+@pytest.mark.parametrize("gate", ["mlp", "none"])
+def test_smoothed_labels_are_those_of_what_is_served(gate: str, tmp_path: Path) -> None:
+    """SFTTrainer then reads the text without labels; a prompt alone is routed."""
+    ids = tokens(1, 14)
+    model = build_routed("llama", "block", gate=gate, phases="prefill", selection="threshold")
+    with torch.no_grad():
+        read = model(input_ids=ids[:, :8], use_cache=True)
+        with full_depth(model):
+            rest = model(input_ids=ids[:, 8:], past_key_values=read.past_key_values)
+    logits = torch.cat([read.logits[:, -1:], rest.logits[:, :-1]], dim=1)[0]
+    expected = float(F.cross_entropy(logits, ids[0, 8:], label_smoothing=0.2))
+    row = {"input_ids": ids[0].tolist(), "completion_mask": [0] * 8 + [1] * 6}
+    data = datasets.Dataset.from_list([row, row])
+    arguments = sft_arguments(
+        tmp_path,
+        label_smoothing_factor=0.2,
+        max_steps=1,
+        learning_rate=0.0,
+        loss_type="nll",
+        completion_only_loss=True,
+    )
+    trainer = trl.SFTTrainer(
+        model, arguments, train_dataset=data, eval_dataset=data, processing_class=word_tokenizer()
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-4)
+    trainer.train()
+    (step,) = step_logs(trainer)
+    assert step.get("loss_lm", step["loss"]) == pytest.approx(expected, abs=2e-3)

@@ -232,6 +232,70 @@ def test_any_trainer_trains_and_evaluates_what_is_served(gate: str, tmp_path: Pa
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
 
 
+class PopsLabels(Trainer):
+    """As many people write a loss of their own."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return (loss, outputs) if kwargs.get("return_outputs") else loss
+
+
+def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("cls", [Trainer, DepthRouteTrainer])
+@pytest.mark.parametrize("gate", ["mlp", "sinks"])
+def test_smoothed_labels_are_those_of_what_is_served(
+    gate: str, cls: type[Trainer], tmp_path: Path
+) -> None:
+    """The Trainer takes the labels away before the pass."""
+    model = build_routed(
+        "llama", "block", gate=gate, phases="prefill", prompt_tail=2, selection="threshold"
+    )
+    with torch.no_grad():
+        logits = as_it_serves(model, row()["input_ids"][None])[0]
+    expected = float(F.cross_entropy(logits, row()["input_ids"][PROMPT:], label_smoothing=0.2))
+    assert expected != pytest.approx(served_loss(model), abs=1e-3)
+    fields = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 1,
+        "learning_rate": 0.0,
+        "budget_weight": 0.0,
+        "label_smoothing_factor": 0.2,
+    }
+    trainer, _ = make_trainer(
+        model.train(), [row()], tmp_path, cls=cls, eval_dataset=[row()], **fields
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    trainer.train()
+    (step,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert step.get("loss_lm", step["loss"]) == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize("how", ["compute_loss", "compute_loss_func"])
+def test_a_loss_of_ones_own_is_that_of_what_is_served(how: str, tmp_path: Path) -> None:
+    model = build_routed("llama", "block", gate="sinks", phases="prefill", prompt_tail=2)
+    expected = served_loss(model)
+    cls = PopsLabels if how == "compute_loss" else Trainer
+    own = {} if how == "compute_loss" else {"compute_loss_func": mean_loss}
+    trainer = cls(
+        model=model.train(),
+        args=training_arguments(
+            tmp_path, max_steps=1, per_device_train_batch_size=1, learning_rate=0.0
+        ),
+        train_dataset=[row()],
+        eval_dataset=[row()],
+        **own,
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    trainer.train()
+    (step,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert step["loss"] == pytest.approx(expected, abs=2e-3)
+
+
 def test_lora_beside_a_router_of_prompts_trains_on_what_is_served(tmp_path: Path) -> None:
     model = build_routed(
         "llama", "block", gate="sinks", phases="prefill", prompt_tail=2, selection="threshold"

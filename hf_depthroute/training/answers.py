@@ -1,0 +1,43 @@
+"""Adapters that route prompts alone are refused by Trainers that hand no labels to the model.
+
+Labels say where a prompt ends (`adapter.labels`). Without them an answer behind it in the same pass
+would be routed as the prompt is, and a log-probability would not be that of what is served.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..adapter.labels import predicts_tokens
+from ..routing.stack import routed_stack
+
+
+def check_answers(trainer: Any) -> None:
+    """Refuse a trainer that reads prompt and answer in one pass without labels.
+
+    These are trainers with a `ref_model`, and all of TRL's for language models but its `SFTTrainer`
+    and what is made from it.
+
+    Raises:
+        ValueError: The active adapter of its model routes prompts alone.
+    """
+    stack = routed_stack(trainer.model)
+    if stack is None:
+        return
+    configs = [routing.active_config() for routing in stack.routed if routing.adapter() is not None]
+    if not any(config.phases == "prefill" for config in configs) or _gives_labels(trainer):
+        return
+    raise ValueError(
+        f"{type(trainer).__name__} takes log-probabilities of prompt and answer read in one pass, "
+        "where phases='prefill' would route the answers too: call set_phases(model, 'all') before "
+        "it trains or evaluates"
+    )
+
+
+def _gives_labels(trainer: Any) -> bool:
+    if hasattr(trainer, "ref_model"):
+        return False
+    kinds = type(trainer).__mro__
+    of_trl = any(kind.__module__.partition(".")[0] == "trl" for kind in kinds)
+    supervised = any(kind.__name__ == "SFTTrainer" for kind in kinds)
+    return not of_trl or supervised or not predicts_tokens(trainer.model)
