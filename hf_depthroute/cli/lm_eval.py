@@ -7,6 +7,8 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -58,10 +60,10 @@ def _refuse_padding(words: Sequence[str]) -> None:
     Its batches pad without a mask, which a decision about a sequence would read; and a prompt and
     its continuation come in one pass, so that prompts alone cannot be told.
     """
-    found = _PEFT.search(" ".join(words))
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)  # reads as lm-eval's does
-    parser.add_argument("--model", "-M", default="hf")
-    parser.add_argument("--batch_size", "-b", default="1")
+    parser.add_argument("--config", "-C")
+    parser.add_argument("--model", "-M")
+    parser.add_argument("--batch_size", "-b")
     # Longer names that begin alike are not these options cut short.
     parser.add_argument("--model_args", "-a")
     parser.add_argument("--max_batch_size")
@@ -69,7 +71,14 @@ def _refuse_padding(words: Sequence[str]) -> None:
         given, _ = parser.parse_known_args(words)
     except argparse.ArgumentError:  # lm-eval says what is missing
         return
-    if found is None or given.model == "depthroute":
+    file = _file_settings(given.config)
+    model = given.model or file.get("model") or "hf"
+    batch_size = given.batch_size or file.get("batch_size") or 1
+    if given.model_args:
+        found = _PEFT.search(" ".join(words))
+    else:
+        found = _PEFT.search(str(file.get("model_args")))
+    if found is None or model == "depthroute":
         return
     from .loading import load_adapter_config
 
@@ -77,11 +86,26 @@ def _refuse_padding(words: Sequence[str]) -> None:
     instead = f"use --model depthroute --model_args adapter={found[1]}"
     if config.phases == "prefill":
         raise CliError(
-            f"--model {given.model}: it reads a prompt and its continuation in one pass, and "
+            f"--model {model}: it reads a prompt and its continuation in one pass, and "
             f"phases='prefill' of {found[1]} would route both; {instead}"
         )
-    if config.granularity == "sequence" and given.batch_size != "1":
+    if config.granularity == "sequence" and str(batch_size) != "1":
         raise CliError(
-            f"--model {given.model}: its batches pad without a mask, which granularity='sequence' "
+            f"--model {model}: its batches pad without a mask, which granularity='sequence' "
             f"of {found[1]} would read; {instead}, or --batch_size 1"
         )
+
+
+def _file_settings(path: str | None) -> dict[str, Any]:
+    """What lm-eval's YAML file says, read as lm-eval does; `{}` where it says what is wrong."""
+    import yaml
+
+    if path is None:
+        return {}
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    if isinstance(content, dict):
+        return content
+    return {}

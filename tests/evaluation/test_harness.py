@@ -419,3 +419,39 @@ def test_lm_evals_own_model_is_refused_what_it_reads_otherwise(
     context = pytest.raises(CliError, match=refused) if refused else nullcontext()
     with context:
         _refuse_padding(["run", "--model_args", f"pretrained=base,peft={tmp_path}", *words])
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "refused"),
+    [
+        ({"model": "hf", "model_args": {"pretrained": "base", "peft": "IT"}}, [], True),
+        ({"model_args": "pretrained=base,peft=IT", "batch_size": 1}, [], True),
+        ({"model": "depthroute", "model_args": {"adapter": "IT"}}, [], False),
+        ({"model": "hf", "model_args": {"peft": "IT"}}, ["--model", "depthroute"], False),
+        # The command line's replace those of the file.
+        ({"model_args": {"peft": "IT"}}, ["--model_args", "pretrained=base"], False),
+        ({"model": "depthroute"}, ["--model_args", "pretrained=base,peft=IT"], False),
+        (["no mapping"], [], False),
+    ],
+)
+def test_a_file_that_names_the_model_is_read_too(
+    content: Any, words: list[str], refused: bool, tmp_path: Path
+) -> None:
+    build_routed("llama", phases="prefill").save_pretrained(tmp_path / "it")
+    file, place = tmp_path / "run.yaml", str(tmp_path / "it")
+    file.write_text(json.dumps(content).replace("IT", place))  # JSON is YAML
+    words = [word.replace("IT", place) for word in words]
+    for option in (["--config", str(file)], [f"--config={file}"], ["-C", str(file)]):
+        context = pytest.raises(CliError, match="in one pass") if refused else nullcontext()
+        with context:
+            _refuse_padding(["run", *option, *words])
+
+
+def test_the_batch_size_of_a_file_counts(tmp_path: Path) -> None:
+    build_routed("llama", granularity="sequence", target="attention").save_pretrained(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_args: {{peft: {tmp_path}}}\nbatch_size: 8\n")
+    with pytest.raises(CliError, match="pad without a mask"):
+        _refuse_padding(["--config", str(file)])
+    _refuse_padding(["--config", str(file), "--batch_size", "1"])
+    _refuse_padding(["--config", str(tmp_path / "missing.yaml")])
