@@ -104,8 +104,8 @@ def fit_prompts(
         The routed model: `target_pattern`, `branch_pattern` and `rank_pattern` say what was found.
 
     Raises:
-        ConfigError: `keep` is out of range, or so low that no choice of layers reaches it; the
-            model is untouched.
+        ConfigError: `keep` is out of range, or so low that no choice of layers reaches it; or no
+            prompt is longer than the `prompt_tail` that runs in full. The model is untouched.
         ValueError: Fewer than 512 tokens are left to fit on; or the model has no LM head.
     """
     started = time.monotonic()
@@ -121,6 +121,13 @@ def fit_prompts(
     tail = given.prompt_tail or max(1, min(_TAIL, prompt_length(text) // 4))
     given = replace(given, prompt_tail=tail)
     tokens = tokens_to_fit(text, "fit_prompts")
+    if length is None:
+        length = prompt_length(text)
+    else:
+        _check_length(length, tail)
+    rated = first_tokens(held_out, PRICED)
+    _check_tail(text, "to fit on", tail)
+    _check_tail(rated, "to hold out", tail)
     warn_if_few(tokens, stacklevel=5)  # past `fit_router`
     first = DepthRouteConfig(
         layers=given.layers,
@@ -137,10 +144,7 @@ def fit_prompts(
         sharing(),
         _bar(routed, text, held_out, progress) as bar,
     ):
-        if length is None:
-            length = prompt_length(text)
-        rated = own_part(first_tokens(held_out, PRICED))
-        search = Search(routed, own_part(text), rated, length, tail, given.seed, bar)
+        search = Search(routed, own_part(text), own_part(rated), length, tail, given.seed, bar)
         found = search.found
         base = routed.unload()
         if keep_of == "time":
@@ -199,6 +203,26 @@ def _chosen(found: Mapping[int, Mapping[Option, StaticFit]], keep: float) -> dic
             "prompt"
         )
     return chosen
+
+
+def _check_length(length: int, tail: int) -> None:
+    """Raise `ConfigError` where a prompt of `length` tokens has none before its `tail`."""
+    if length <= tail:
+        raise ConfigError(
+            f"length={length}: of a prompt of so many tokens the last {tail} run in full "
+            "(prompt_tail), which are all; give a longer length or a smaller prompt_tail"
+        )
+
+
+def _check_tail(batches: Batches, use: str, tail: int) -> None:
+    """Raise `ConfigError` where no prompt in the rows has a token before its `tail`."""
+    routed = sum(int(prompts_of(batch, tail)[0].sum()) for batch in batches)
+    if routed == 0:
+        raise ConfigError(
+            f"prompt_tail={tail}: no prompt in the rows {use} has more tokens, so that all of them "
+            "run in full; the prompt is the first two thirds of a row: give longer rows or a "
+            "smaller prompt_tail"
+        )
 
 
 def _bar(model: PeftModel, text: Batches, held_out: Batches, shown: bool | None) -> FitBar:

@@ -9,6 +9,7 @@ import json
 import random
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from hf_depthroute.fitting.prompts import fit_prompts
 from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics, text_gradients
 from hf_depthroute.fitting.text import FitWarning, split
 from hf_depthroute.inference.calibration import active_routings
+from hf_depthroute.routing.stack import routed_stack
 from hf_depthroute.routing.trace import routings_of
 from hf_depthroute.training.record import record_of, remembered
 
@@ -550,6 +552,28 @@ def test_one_bar_counts_all_phases(
 def test_too_little_text_is_refused() -> None:
     with pytest.raises(ValueError, match="512 is the least"):
         fit_prompts(build_base("llama"), TEXT[:2], 0.8)
+
+
+@pytest.mark.parametrize("fit", [fit_prompts, fit_router])
+def test_a_tail_that_is_all_of_every_prompt_is_refused(fit: Any) -> None:
+    """Nothing would be routed, and there is nothing to fit a branch to."""
+    base = build_base("llama")
+    prompt = TEXT[0]["input_ids"].shape[1] * 2 // 3
+    config = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=prompt)
+    with pytest.raises(ConfigError, match=rf"prompt_tail={prompt}: no prompt in the rows to fit"):
+        fit(base, TEXT, 0.8, config)
+    short = [{"input_ids": batch["input_ids"][:, :12]} for batch in TEXT]
+    mixed = [TEXT[0], *short, *short]
+    assert len(TEXT[0]["input_ids"]) < 5  # every fifth row is held out, so none of the long ones
+    with pytest.raises(ConfigError, match=r"in the rows to hold out has more tokens"):
+        fit(base, mixed, 0.8, replace(config, prompt_tail=8))
+    assert routed_stack(base) is None
+
+
+def test_a_prompt_no_longer_than_its_tail_is_refused() -> None:
+    config = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=4)
+    with pytest.raises(ConfigError, match=r"length=4: of a prompt of so many tokens the last 4"):
+        fit_prompts(build_base("llama"), TEXT, 0.8, config, length=4)
 
 
 def test_the_command_fits_prompts(tmp_path: Path) -> None:
