@@ -29,6 +29,7 @@ from ..routing.routing import Routing
 from ..routing.stack import routed_layers, state_of
 from .answers import check_answers
 from .arguments import RoutingArguments
+from .checkpoints import load_best
 from .log_lines import missed_budget, print_lines, unfinished_schedules
 from .objective import RoutingObjective
 from .record import known, record_of, remember_training, training_record
@@ -258,8 +259,9 @@ def provided(trainer: Trainer) -> Iterator[None]:
     """Train inside the block: a `DepthRouteCallback` knows its trainer,
     and routers that train have one.
 
-    A trainer with routing losses prints readable lines. Whatever ends the block, schedules and
-    frozen gates end too.
+    A trainer with routing losses prints readable lines. The best checkpoint at the end is that of
+    the adapters that train, whatever their names. Whatever ends the block, schedules and frozen
+    gates end too.
 
     Raises:
         ValueError: The model is routed, and no parameter of it trains; the losses would be added
@@ -299,9 +301,13 @@ def provided(trainer: Trainer) -> Iterator[None]:
         print_lines(trainer)
         for callback in ours:
             callback.before = record_of(model)
+    load = getattr(trainer, "_load_best_model", None)
+    if routings and load is not None:
+        trainer.__dict__["_load_best_model"] = partial(load_best, trainer, load)
     try:
         yield
     finally:
+        vars(trainer).pop("_load_best_model", None)
         for callback in ours:
             callback.restore()
 

@@ -9,15 +9,27 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from peft import PeftModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..adapter.files import CONFIG_NAME, PEFT_TYPE, AdapterMismatchError, check_folder, read_config
+from ..adapter.files import (
+    CONFIG_NAME,
+    PEFT_TYPE,
+    WEIGHTS_NAME,
+    AdapterMismatchError,
+    check_folder,
+    read_config,
+)
 from ..files.shown import OneLine
 from ..files.staged import sync, write_json
 from ..files.untrusted import read_file
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 MARKER = "depth_route_complete.json"
 ROUTING_STATE = "routing_state.json"
@@ -129,6 +141,35 @@ def check_complete(folder: Path) -> None:
         if other:
             remedy = f"resume from {other.name}"
         raise CheckpointError(f"{folder}: cannot be resumed from: {fault}; {remedy}")
+
+
+def load_best(trainer: Trainer, load: Callable[[], None]) -> None:
+    """Load the adapters that train from the best checkpoint, each from its own folder.
+
+    PEFT saves an adapter of another name than `"default"` in a folder of that name. A Trainer looks
+    for the one that is active where the default one is: it finds none, or that one's weights.
+
+    Args:
+        trainer: One whose model is routed.
+        load: Its own way, which is taken for what is no `PeftModel`, or split over processes.
+    """
+    model: Any = trainer.model
+    split = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    best = Path(str(trainer.state.best_model_checkpoint))
+    folders = {}
+    if isinstance(model, PeftModel) and not split:
+        folders = {name: best if name == "default" else best / name for name in trained(model)}
+    if not folders or not all((folder / WEIGHTS_NAME).is_file() for folder in folders.values()):
+        load()
+        return
+    for name, folder in folders.items():
+        model.load_adapter(str(folder), name)
+
+
+def trained(model: PeftModel) -> list[str]:
+    """The names of the adapters that train, of all methods."""
+    keys = [f"{key}." for key, parameter in model.named_parameters() if parameter.requires_grad]
+    return [name for name in model.peft_config if any(f".{name}." in key for key in keys)]
 
 
 def rotate(newest: Path, limit: int | None, best: Path | None = None) -> None:

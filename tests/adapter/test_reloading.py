@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from peft import (
     set_peft_model_state_dict,
 )
 from safetensors.torch import load_file, save_file
-from training import rows
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from training import make_trainer, rows
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
 import hf_depthroute.adapter.doctor
 import hf_depthroute.adapter.loading
@@ -381,3 +382,47 @@ def test_the_best_checkpoint_has_no_shares_of_the_last_step(tmp_path: Path) -> N
     DepthRouteTrainer(model, arguments, train_dataset=rows(8), eval_dataset=rows(4, seed=5)).train()
     assert all(routing.active_quantiles().measured is None for routing in routings_of(model))
     assert remembered(model, "default").training is not None
+
+
+def beside_lora() -> PeftModel:
+    config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    lora = get_peft_model(build_base("llama"), config, adapter_name="tuned")
+    return routed(lora.get_base_model(), adapter_name="router")
+
+
+def second_of_two() -> PeftModel:
+    """Two of one configuration; the other's weights are saved where a Trainer looks for these."""
+    model = routed(build_base("llama"), seed=3)
+    fields = {"layers": [1, 2, 3], "context_dim": 16, "summary_dim": 8, "action_dim": 4}
+    model.add_adapter("router", DepthRouteConfig(**fields, seed=3))
+    model.set_adapter("router")
+    return model
+
+
+@pytest.mark.parametrize("trainer_class", [DepthRouteTrainer, Trainer])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: routed(build_base("llama"), adapter_name="router"), beside_lora, second_of_two],
+    ids=["named", "beside LoRA", "second of two"],
+)
+def test_the_best_checkpoint_is_that_of_the_adapters_that_train(
+    make: Callable[[], PeftModel], trainer_class: type[Trainer], tmp_path: Path
+) -> None:
+    model = make()
+    trainer = make_trainer(
+        model, rows(8), tmp_path, trainer_class, max_steps=3, save_steps=1, eval_steps=1,
+        eval_strategy="steps", save_strategy="steps", learning_rate=0.1,
+        load_best_model_at_end=True, eval_dataset=rows(4, seed=5),
+    )[0]  # fmt: skip
+    # Which one is best does not matter, but that it is not the last.
+    trainer.evaluate = lambda *args, **kwargs: {"eval_loss": abs(trainer.state.global_step - 2)}
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name == "checkpoint-2"
+    held = model.state_dict()
+    names = [name for name in ("router", "tuned") if name in model.peft_config]
+    for name in names:
+        saved = load_file(best / name / WEIGHTS_NAME)
+        found = get_peft_model_state_dict(model, held, name)
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[key], saved[key]) for key in saved)
