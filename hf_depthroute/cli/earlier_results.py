@@ -26,9 +26,8 @@ def read_losses(path: Path) -> dict[str, Any]:
     try:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         for row in result["rows"]:
-            row |= {
-                name: float(row[name]) for name in ("budget", "loss", "perplexity", "full_ratio")
-            }
+            for name in ("budget", "loss", "perplexity", "full_ratio"):
+                row[name] = float(row[name])
             row["rule"] = str(row["rule"])
     except OSError as error:
         raise CliError(f"--eval {path}: {error.strerror}") from error
@@ -54,18 +53,12 @@ def read_bench(path: Path) -> dict[str, object]:
         setting = result["setting"]
         for part, batch in (("prefill", "batch"), ("decode", "decode_batch")):
             if part in result:
-                result[part] = {
-                    "batch": setting[batch],
-                    "length": setting["length"],
-                    **result[part],
-                }
-                result[part]["dense_ms"] = float(result[part]["dense_ms"])
-                for row in result[part]["budgets"].values():
-                    row |= {
-                        name: float(row[name])
-                        for name in _TIMES
-                        if (name, row[name]) != ("eta", None)
-                    }
+                sizes = {"batch": setting[batch], "length": setting["length"]}
+                measured = result[part] = sizes | result[part]
+                measured["dense_ms"] = float(measured["dense_ms"])
+                for row in measured["budgets"].values():
+                    known = [name for name in _TIMES if (name, row[name]) != ("eta", None)]
+                    row |= {name: float(row[name]) for name in known}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CliError(
             f"--bench {path}: not a result of hf-depthroute bench --out ({error!r} is wrong)"

@@ -98,27 +98,20 @@ def _report_adapter(given: ReportOptions) -> Path:
     """Measure, and write the page; its path. What can be refused is refused before the
     weights are loaded."""
     path = _page_path(given)
-    known = None
-    if given.eval_file:
-        known = read_losses(given.eval_file)
-    rows = known["rows"] if known else None
-    timed = None
-    if given.bench_file:
-        timed = read_bench(given.bench_file)
-    wanted = _wanted_budgets(given, rows)
+    known = read_losses(given.eval_file) if given.eval_file else {}
+    timed = read_bench(given.bench_file) if given.bench_file else {}
+    wanted = _wanted_budgets(given, known.get("rows"))
     from . import loading
 
     source = loading.find_source(given)
-    _check_results(given, source.config, known or {}, timed or {})
-    behind = source.config.phases == "prefill"
+    _check_results(given, source.config, known, timed)
     loading.check_length(given.length, source.base_config)
     tokenizer = source.tokenizer()
     batches = source.batches(tokenizer, given.split, given.blocks)
     samples = _samples(given, tokenizer, batches, source.base_config)
 
     from ..bench import dense_view
-    from ..evaluation import BEHIND_PROMPTS, evaluate_budgets
-    from ..inference.non_finite import check_losses
+    from ..evaluation import BEHIND_PROMPTS
     from ..parts.gates import GATES
     from ..report.collect import RunReport, collect_scores, collect_tokens, count_costs
     from ..report.run_page import render_page
@@ -130,18 +123,13 @@ def _report_adapter(given: ReportOptions) -> Path:
     routed = source.routed(base)
     source.check_fitted(routed, wanted)
     follows = source.config.takes_budget()
-    budgets = wanted
-    if not follows:
-        budgets = [float(source.config.budget)]
-    if rows is None:
-        say("losses ...", sys.stderr)
-        rows = [asdict(row) for row in evaluate_budgets(routed, batches, None, budgets)]
-        check_losses(routed, [row["loss"] for row in rows], batches)
+    budgets = wanted if follows else [float(source.config.budget)]
+    rows = known["rows"] if known else _measure_losses(routed, budgets, batches)
     _check_rows(given, rows, budgets, follows)
     notes = []
-    if behind:
+    if source.config.phases == "prefill":
         notes = [f"{BEHIND_PROMPTS[0].upper()}{BEHIND_PROMPTS[1:]}."]
-    if timed is None and given.speed:
+    if given.speed and not given.bench_file:
         say("speed ...", sys.stderr)
         try:
             timed = _measure_speed(routed, untouched, budgets, batches, given.repeats)
@@ -153,7 +141,7 @@ def _report_adapter(given: ReportOptions) -> Path:
     shape = (min(_TIMED_BLOCKS, len(batches[0]["input_ids"])), given.length)
     page = RunReport(
         title=given.title or f"Depth routing: {short_name(given.adapter)}",
-        facts=_facts(given, source, routed, soft, blocks, known, timed or {}),
+        facts=_facts(given, source, routed, soft, blocks, known, timed),
         rows=rows,
         budgets=budgets,
         follows_budget=follows,
@@ -161,7 +149,7 @@ def _report_adapter(given: ReportOptions) -> Path:
         costs=count_costs(routed, scores, *shape),
         cost_shape=shape,
         tokens=collect_tokens(routed, tokenizer, samples, budgets),
-        bench=timed,
+        bench=timed or None,
         notes=notes,
         weighs=soft,
     )
@@ -248,14 +236,25 @@ def _samples(
     found = [Sample(f"text {number}", row) for number, row in enumerate(rows, 1)]
     if given.prompt is None:
         return found
-    ids = tokenizer(given.prompt, return_tensors="pt", return_token_type_ids=False)["input_ids"][
-        0
-    ].long()
+    encoded = tokenizer(given.prompt, return_tensors="pt", return_token_type_ids=False)
+    ids = encoded["input_ids"][0].long()
     if len(ids) == 0:
         raise CliError("--prompt has no tokens in this model's tokenizer")
     total = len(ids) + given.max_new_tokens
     loading.check_length(total, base_config, f"--prompt of {len(ids)} tokens + --max-new-tokens =")
     return [Sample("prompt and what each budget wrote", ids, given.max_new_tokens), *found]
+
+
+def _measure_losses(
+    routed: Any, budgets: list[float], batches: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    from ..evaluation import evaluate_budgets
+    from ..inference.non_finite import check_losses
+
+    say("losses ...", sys.stderr)
+    rows = [asdict(row) for row in evaluate_budgets(routed, batches, None, budgets)]
+    check_losses(routed, [row["loss"] for row in rows], batches)
+    return rows
 
 
 def _measure_speed(
@@ -270,15 +269,8 @@ def _measure_speed(
         raise ValueError("no budget is below 1")
     prompts = batches[0]["input_ids"][:_TIMED_BLOCKS]
     room = getattr(routed.config, "max_position_embeddings", None) or math.inf
-    steps = int(min(16, room - prompts.shape[1]))
-    return bench(
-        routed,
-        base=untouched,
-        input_ids=prompts,
-        budgets=budgets,
-        decode_steps=steps,
-        repeats=repeats,
-    )
+    rounds = {"decode_steps": int(min(16, room - prompts.shape[1])), "repeats": repeats}
+    return bench(routed, base=untouched, input_ids=prompts, budgets=budgets, **rounds)
 
 
 def _facts(
@@ -287,28 +279,24 @@ def _facts(
     routed: Any,
     soft: bool,
     blocks: int,
-    losses: Mapping[str, Any] | None,
+    losses: Mapping[str, Any],
     timed: dict[str, Any],
 ) -> list[tuple[str, str]]:
     from ..files.versions import versions
 
     config = source.config
-    adapter = (
-        f"{short_name(given.adapter)}: gate {config.gate}, target {config.target}, per "
-        f"{config.granularity}"
-    )
     size = sum(p.numel() for name, p in routed.named_parameters() if ".routing." not in name)
+    base = f"{short_name(source.base)}, {routed.config.model_type}, {size:,} parameters"
+    adapter = f"{short_name(given.adapter)}: gate {config.gate}, target {config.target}"
+    adapter += f", per {config.granularity}"
     if not soft:
         adapter += f", branch {config.branch}, trained at budget {config.budget:g}"
     facts = [
-        (
-            "Base model",
-            f"{short_name(source.base)}, {routed.config.model_type}, {size:,} parameters",
-        ),
+        ("Base model", base),
         ("Adapter", adapter),
         ("Text", _text(given.dataset, given.split, blocks, given.length)),
     ]
-    if losses is not None:  # they may be of another text
+    if losses:  # they may be of another text
         recorded = [losses.get(name) for name in ("dataset", "split", "blocks", "length")]
         text = "not recorded" if None in recorded else _text(*recorded)
         facts.append(("Text of the losses", text))

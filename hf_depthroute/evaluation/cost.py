@@ -98,13 +98,13 @@ def route_cost(
     family = stack.family
     layers = stack.layers
     config = text_config(model.config)
-    if full_ratio is None:
-        full_ratio = {}
-        for routing in routings:
-            share = _share(routing, routing.active_config(), budget)
-            always = share_in_full(routing, length)
-            full_ratio[routing.layer_index] = always + (1 - always) * share
-    shares = {routing.layer_index: full_ratio[routing.layer_index] for routing in routings}
+    shares = {}
+    for routing in routings:
+        index = routing.layer_index
+        if full_ratio is None:
+            shares[index] = _share_at(routing, budget, length)
+        else:
+            shares[index] = full_ratio[index]
     sizes: dict[str, Any] = {
         "batch": batch_size,
         "length": length,
@@ -128,7 +128,7 @@ def route_cost(
         if runs_full(routing, length):
             ratios.append(1.0)
             continue
-        share = full_ratio[routing.layer_index]
+        share = shares[routing.layer_index]
         layer = layers[routing.layer_index]
         skipped = sum(m.left_out * m.per_token for m in matrices(layer, config, family, routing))
         part = skipped + memory_weights(routing)
@@ -186,8 +186,14 @@ def _remark(
     )
 
 
+def _share_at(routing: Routing, budget: float | None, length: int) -> float:
+    """The share of a layer's tokens that runs full, where nothing was measured."""
+    always = share_in_full(routing, length)
+    return always + (1 - always) * _share(routing, routing.active_config(), budget)
+
+
 def _share(routing: Routing, config: DepthRouteConfig, budget: float | None) -> float:
-    """The share that runs full when nothing was measured."""
+    """The share of decisions for full, where nothing was measured."""
     if budget is not None:
         gated = config.gate_of(routing.layer_index) == config.gate
         return check_budget(budget) if gated else 0.0

@@ -72,17 +72,15 @@ class RoutedStep:
             batch: What vLLM's attention is told of the rows; None in a trial run, where that is not
                 known.
         """
-        layer: Any = self.layer
-        routing: Routing = layer._modules[ROUTING]
+        routing = cast(Routing, self.layer._modules[ROUTING])
         rows = stream.shape[1]
         real = None
         if batch is not None:
             real = batch.num_actual_tokens
         generates = batch is not None and batch.max_query_len == 1
         if generates and self._generates_in_full:
-            return self._counted(
-                self._in_full(routing, routing.active_target(), stream, given), real, real
-            )
+            out = self._in_full(routing, routing.active_target(), stream, given)
+            return self._counted(out, real, real)
         if generates:  # every request's next token: a batch of sequences
             shape = (rows, 1)
             last_rows = None
@@ -93,58 +91,48 @@ class RoutedStep:
         asked = []
         if batch is not None and self._budgets is not None:
             asked = self._budgets.of_batch(batch)
-        plans = {
-            budget: _plan_at(routing, budget, shape, last_rows) for budget in set(asked) or {None}
-        }
-        plan = next(
-            (plan for plan in plans.values() if plan.rule != "full"), next(iter(plans.values()))
-        )
+        budgets = set(asked) or {None}
+        plans = {budget: _plan_at(routing, budget, shape, last_rows) for budget in budgets}
+        plan = next(iter(plans.values()))
+        plan = next((other for other in plans.values() if other.rule != "full"), plan)
+        if plan.rule == "full":
+            return self._counted(self._in_full(routing, plan.target, stream, given), real, real)
         bars = []
         if len(plans) != 1:
             bars = [self._threshold_of(routing, plans[budget]) for budget in asked]
-        ran: Tensor | int = rows  # rows in full
-        if real is not None:
-            ran = real
         joint = None
-        if (
-            generates
-            and rows == real
-            and rows <= DECODE_ROWS
-            and plan.rule != "full"
-            and plan.target.row_wise
-        ):
+        if generates and rows == real and rows <= DECODE_ROWS and plan.target.row_wise:
             joint = self._joint_of(routing, plan)
-        if plan.rule == "full":
-            out = self._in_full(routing, plan.target, stream, given)
-        elif joint is not None:
+        if joint is not None:
+            bar = bars or self._threshold_of(routing, plan)
             # To a layer, rows of one sequence are what one row of each of as many sequences is:
             # `[N, 1, d]`.
             own = stream.transpose(0, 1).clone()
-            bar = bars or self._threshold_of(routing, plan)
-            after, chosen = joint.run(
-                own, bar, ffn_map(layer, routing.family), given.transpose(0, 1)
-            )
-            ran = len(chosen)
-            out = after.transpose(0, 1)
-        else:
-            token_mask = None
-            if real is not None and real < rows:  # what a graph of a fixed size is filled up with
-                token_mask = (torch.arange(rows, device=stream.device) < real)[None]
-            if bars:
-                plan = replace(plan, threshold=_of_rows(bars, batch, rows, stream.device))
-            target = target_of(plan)
-            if isinstance(target, AttentionTarget):
-                call = call_on_stream(layer, plan, target, stream, token_mask, {})
-                out = target.from_update(call, given[call.mask])
-            else:
-                own = stream
-                if not routing.family.parallel:
-                    own = stream.clone()  # an executor may overwrite it
-                call = call_on_stream(layer, plan, target, own, token_mask, {}, normed=given)
-                call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
-                out = executor_of(call).run(call)
-            ran = call.mask.sum()
+            ffn = ffn_map(self.layer, routing.family)
+            after, chosen = joint.run(own, bar, ffn, given.transpose(0, 1))
+            return self._counted(after.transpose(0, 1), len(chosen), real)
+        if bars:
+            plan = replace(plan, threshold=_of_rows(bars, batch, rows, stream.device))
+        out, ran = self._by_plan(routing, plan, stream, given, real)
         return self._counted(out, ran, real)
+
+    def _by_plan(
+        self, routing: Routing, plan: RoutePlan, stream: Tensor, given: Tensor, real: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream as the library's executors compute it, and the rows in full, int64 `[]`."""
+        rows = stream.shape[1]
+        token_mask = None
+        if real is not None and real < rows:  # what a graph of a fixed size is filled up with
+            token_mask = (torch.arange(rows, device=stream.device) < real)[None]
+        target = target_of(plan)
+        if isinstance(target, AttentionTarget):
+            call = call_on_stream(self.layer, plan, target, stream, token_mask, {})
+            return target.from_update(call, given[call.mask]), call.mask.sum()
+        if not routing.family.parallel:
+            stream = stream.clone()  # an executor may overwrite it
+        call = call_on_stream(self.layer, plan, target, stream, token_mask, {}, normed=given)
+        call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
+        return executor_of(call).run(call), call.mask.sum()
 
     def _counted(self, out: Tensor, ran: Tensor | int | None, real: int | None) -> Tensor:
         """`out`, after `real` rows were given, of which `ran` ran in full."""
@@ -172,17 +160,12 @@ class RoutedStep:
         self._follow(routing)
         if plan.adapter not in self._joints:
             norm = routing.norm_in_front("ffn")
-            reads_norm = plan.config.gate_input == "normed"
             joint = None
             rms = None
-            if norm is not None:
+            if norm is not None and plan.config.gate_input == "normed":
                 rms = rms_of(norm)
-            if (
-                rms is not None
-                and reads_norm
-                and supports_decode(plan, routing.family)
-                and current_platform.is_cpu()
-            ):
+            supported = supports_decode(plan, routing.family) and current_platform.is_cpu()
+            if rms is not None and supported:
                 # vLLM has put its own norm of the kind there.
                 norm_here: Any = norm_of(self.layer, routing.family, "ffn")
                 weight = norm_here.weight
