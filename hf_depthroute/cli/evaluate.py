@@ -131,10 +131,7 @@ def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Meas
     if rows[0].behind_prompts:
         say(f"note: {BEHIND_PROMPTS}", sys.stderr)
     check_losses(routed, [row.loss for row in rows], batches)
-    settings = {
-        name: getattr(options, name)
-        for name in ("dataset", "dataset_name", "split", "calibrate_on")
-    }
+    settings = o.values_of(options, ("dataset", "dataset_name", "split", "calibrate_on"))
     size = {"blocks": sum(len(batch["input_ids"]) for batch in batches), "length": options.length}
     header = ("budget", "rule", "loss", "perplexity", "full ratio", "gap")
     cells = []

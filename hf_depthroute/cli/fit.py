@@ -15,6 +15,9 @@ from . import options as o
 from .errors import refused
 from .output import check_out
 
+# Options of the configuration's names.
+_FIELDS = ("target", "gate", "branch", "branch_rank", "phases", "prompt_tail", "seed")
+
 
 @dataclass(kw_only=True)
 class FitOptions(o.TextOptions, o.BaseOptions):
@@ -116,17 +119,8 @@ def fit(options: FitOptions) -> None:
     from .output import made, noted
     from .saving import save_adapter
 
-    config = DepthRouteConfig(
-        layers=o.parse_layers(options.layers),
-        target=options.target,
-        gate=options.gate,
-        branch=options.branch,
-        branch_rank=options.branch_rank,
-        phases=options.phases,
-        prompt_tail=options.prompt_tail,
-        seed=options.seed,
-        **{name: getattr(options, name) for name in MEMORY_FIELDS},
-    )
+    routing = o.values_of(options, (*_FIELDS, *MEMORY_FIELDS))
+    config = DepthRouteConfig(layers=o.parse_layers(options.layers), **routing)
     loading.check_dtype(options.dtype, loading.DTYPES)
     # One of several under accelerate launch: each with a GPU of its own, or all on processors.
     process = PartialState(cpu=not torch.cuda.is_available())
@@ -153,9 +147,7 @@ def fit(options: FitOptions) -> None:
         return
     record = dict(remembered(model, "default").training or {})
     record["command"] = o.command_words(options.context, leave_out=("out", "overwrite"))
-    record["arguments"] = {
-        name: getattr(options, name) for name in ("dataset", "dataset_name", "split")
-    }
+    record["arguments"] = o.values_of(options, ("dataset", "dataset_name", "split"))
     record["examples"] = sum(len(batch["input_ids"]) for batch in batches)
     with made(options.out):
         save_adapter(options.out, model, tokenizer, record)

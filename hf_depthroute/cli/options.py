@@ -138,6 +138,11 @@ def key_of(field: str) -> str:
     return _OTHER_NAMES.get(field, field)
 
 
+def values_of(options: object, names: Iterable[str]) -> dict[str, Any]:
+    """The options of these names."""
+    return {name: getattr(options, name) for name in names}
+
+
 def option_name(field: str) -> str:
     """`"gate_hidden"` -> `"gate-hidden"`."""
     return key_of(field).replace("_", "-")

@@ -166,10 +166,10 @@ def _new_or_saved_config(
     if adapter is None:
         if options.model is None:
             raise CliError("Missing option '--model' (see hf-depthroute train --help)")
-        values = {name: getattr(options, name) for name in names}
-        values |= {
-            name: read(values[name]) for name, read in _READ.items() if values[name] is not None
-        }
+        values = o.values_of(options, names)
+        for name, read in _READ.items():
+            if values[name] is not None:
+                values[name] = read(values[name])
         if options.init == "fit":
             values["budget_scope"] = "global"
         return DepthRouteConfig(**{**values, **preset, "seed": options.seed})
@@ -183,10 +183,8 @@ def _new_or_saved_config(
 def _dropped(text: str) -> list[list[int]]:
     """`"0,3/1,2"` -> `[[0, 3], [1, 2]]`; an empty part drops nothing in its layer."""
     try:
-        return [
-            [int(number) for number in part.split(",") if number.strip()]
-            for part in text.split("/")
-        ]
+        lists = [part.split(",") for part in text.split("/")]
+        return [[int(number) for number in numbers if number.strip()] for numbers in lists]
     except ValueError as error:
         raise CliError(
             f"--dropped-experts {text!r}: write whole numbers, such as 0,3/1,2"
@@ -216,11 +214,13 @@ def _training_arguments(
     """The Trainer's arguments; `CliError` where it cannot use them,
     `ConfigError` for a loss weight out of range."""
     warmup = options.warmup_steps
+    if warmup is None:
+        warmup = options.steps // 20
     values = {
         "output_dir": str(options.out),
         "learning_rate": options.lr,
         "max_steps": options.steps,
-        "warmup_steps": options.steps // 20 if warmup is None else warmup,
+        "warmup_steps": warmup,
         "per_device_train_batch_size": options.batch_size,
         "gradient_accumulation_steps": options.accumulate,
         "seed": options.seed,
@@ -231,7 +231,7 @@ def _training_arguments(
         "save_strategy": "steps" if 0 < options.save_steps < options.steps else "no",
         "save_steps": max(1, options.save_steps),
         "save_total_limit": 2,
-        **{field.name: getattr(options, field.name) for field in fields(RoutingArguments)},
+        **o.values_of(options, (field.name for field in fields(RoutingArguments))),
     }
     with refused("training arguments: ", _ARGUMENT_ERRORS):
         arguments = DepthRouteTrainingArguments(**values | preset)
