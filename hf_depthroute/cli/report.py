@@ -217,10 +217,8 @@ def _check_rows(
         raise CliError(f"{source}: no dense row")
     broken = [row for row in rows if not math.isfinite(row["loss"])]
     if broken:
-        raise CliError(
-            f"{source}: the {broken[0]['rule']} loss is {broken[0]['loss']}; there is nothing to "
-            "draw"
-        )
+        loss = f"{broken[0]['rule']} loss is {broken[0]['loss']}"
+        raise CliError(f"{source}: the {loss}; there is nothing to draw")
 
 
 def _samples(
@@ -287,8 +285,8 @@ def _facts(
     config = source.config
     size = sum(p.numel() for name, p in routed.named_parameters() if ".routing." not in name)
     base = f"{short_name(source.base)}, {routed.config.model_type}, {size:,} parameters"
-    adapter = f"{short_name(given.adapter)}: gate {config.gate}, target {config.target}"
-    adapter += f", per {config.granularity}"
+    what = f"gate {config.gate}, target {config.target}, per {config.granularity}"
+    adapter = f"{short_name(given.adapter)}: {what}"
     if not soft:
         adapter += f", branch {config.branch}, trained at budget {config.budget:g}"
     facts = [

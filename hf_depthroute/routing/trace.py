@@ -182,15 +182,12 @@ class RouteCounter:
     the sums stay on the device."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._counts: dict[int, tuple[torch.Tensor | int, torch.Tensor | int]] = {}
 
     def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
-        full = (record.mask & record.real).sum()
-        seen = record.real.sum()
-        if layer_index in self._counts:
-            full = full + self._counts[layer_index][0]
-            seen = seen + self._counts[layer_index][1]
-        self._counts[layer_index] = (full, seen)
+        full, seen = self._counts.get(layer_index, (0, 0))
+        full = full + (record.mask & record.real).sum()
+        self._counts[layer_index] = (full, seen + record.real.sum())
 
     def full_ratio(self) -> dict[int, float]:
         """`{layer_index: fraction of real tokens that ran full}`, over everything counted."""
