@@ -200,17 +200,16 @@ def _examine_parts(
         memory = NgramMemory(width, config).state_dict() if config.has_memory else {}
     wanted = {f"gate.{name}": tuple(value.shape) for name, value in gate.items()}
     wanted |= {f"memory.{name}": tuple(value.shape) for name, value in memory.items()}
-    # Their number is not known.
-    per_expert = {f"gate.{name}" for name in gate if gate[name].shape != wider[name].shape}
+    of_any_shape = set()
+    if TARGETS[config.target].per_pair:  # how many experts there are is not known
+        of_any_shape = {f"gate.{name}" for name in gate if gate[name].shape != wider[name].shape}
     held = {name: shape for name, shape in shapes.items() if name.startswith(("gate.", "memory."))}
     for name in sorted(wanted.keys() | held.keys()):
         if name not in held or name not in wanted:
             there = f"{name} {'is missing' if name in wanted else 'is not of it'}"
             remark = "config and weights do not belong together"
             yield "fault", f"gate {config.gate!r}: {there}; {remark}"
-        elif held[name] != wanted[name] and not (
-            TARGETS[config.target].per_pair and name in per_expert
-        ):
+        elif held[name] != wanted[name] and name not in of_any_shape:
             yield "fault", f"{name} has shape {held[name]}, the config says {wanted[name]}"
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -114,9 +114,7 @@ def match_tensors(
             bare, value.to(expected.dtype)
         ):
             fault = wrong
-        elif key.endswith(NEURONS) and not cast(
-            Any, model.get_submodule(key.rpartition(".")[0])
-        ).has(value):
+        elif key.endswith(NEURONS) and not _branch_of(model, key).has(value):
             fault = "holds neurons that the base's FFN does not have; is it another base's adapter?"
         else:
             matched[key] = value
@@ -135,6 +133,11 @@ def match_tensors(
         # It was about that file; what the model holds may change from here on.
         config.weights_hash = None
     return matched
+
+
+def _branch_of(model: nn.Module, key: str) -> Any:
+    """The branch that holds the tensor of this name."""
+    return model.get_submodule(key.rpartition(".")[0])
 
 
 def check_same(config: DepthRouteConfig, saved: DepthRouteConfig) -> None:

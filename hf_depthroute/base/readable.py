@@ -39,11 +39,8 @@ def is_watched(module: nn.Module) -> bool:
     held = module.__dict__
     if "forward" in held or "_hf_hook" in held or "parametrizations" in module._modules:
         return True
-    if any(
-        getattr(hook, "__module__", "") != RECORDER
-        for name in _HOOKS
-        for hook in held[name].values()
-    ):
+    hooks = [hook for name in _HOOKS for hook in held[name].values()]
+    if any(getattr(hook, "__module__", "") != RECORDER for hook in hooks):
         return True
     return bool(_has_any_global_hook())
 

@@ -20,7 +20,7 @@ from .escaping import hub_id
 
 _MAX_BYTES = 64 << 20
 # What reading content of another form raises.
-_OF_OTHER_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+OF_OTHER_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 
 
 class ResultError(OneLine, ValueError):
@@ -138,7 +138,7 @@ def read_results(
                 )
         except ResultError as error:
             raise ResultError(f"{name}: {error}") from error
-        except _OF_OTHER_FORM as error:
+        except OF_OTHER_FORM as error:
             raise ResultError(
                 f"{name}: not a result of eval or bench ({error!r} is wrong)"[:300]
             ) from error

@@ -68,13 +68,9 @@ def _as_typed(path: Path, key: str, value: object, option: object) -> Any:
     if flag:
         return value
     if getattr(option, "multiple", False):  # given once for each value
-        return [
-            _as_typed(path, key, each, None)
-            for each in (value if isinstance(value, list) else [value])
-        ]
-    if isinstance(value, list) and all(
-        isinstance(x, int | float) and not isinstance(x, bool) for x in value
-    ):
+        values = value if isinstance(value, list) else [value]
+        return [_as_typed(path, key, each, None) for each in values]
+    if isinstance(value, list) and all(type(part) in (int, float) for part in value):
         return ",".join(map(str, value))
     if not isinstance(value, str | int | float):
         raise CliError(
@@ -100,11 +96,8 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
         if default is MISSING:
             default = inspect.Parameter.empty
         annotation = _annotation(field, kinds[field.name])
-        parameters.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-            )
-        )
+        how = {"default": default, "annotation": annotation}
+        parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, **how))
 
     def call(**values: object) -> None:
         for name, value in values.items():  # a range lets NaN pass

@@ -67,9 +67,8 @@ def _for_template(given: dict[str, Any]) -> dict[str, object]:
     for name, value in given.items():
         if name in taken:
             raise ValueError(f"{name!r} is the server's; use what the model's own template knows")
-        if not (
-            isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 256)
-        ):
+        short = not isinstance(value, str) or len(value) <= 256
+        if not isinstance(value, bool | int | float | str) or not short:
             raise ValueError(f"{name[:50]!r} must be true, false, a number or a short string")
     return given
 

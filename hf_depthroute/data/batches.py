@@ -150,9 +150,8 @@ def labels_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def _rows(name: str, value: Any) -> torch.Tensor:
     """`[B, T]`; rows of different lengths end with zeros."""
-    if isinstance(value, (list, tuple)) and any(
-        isinstance(part, torch.Tensor) and part.ndim for part in value
-    ):
+    parts = value if isinstance(value, (list, tuple)) else ()
+    if any(isinstance(part, torch.Tensor) and part.ndim for part in parts):
         raise ValueError(
             f"{name} is a list of {len(value)} tensors: what a DataLoader makes of lists stands "
             "position by position. Load the dataset with dataset.with_format('torch'), or with a "

@@ -109,9 +109,8 @@ class Gathered(Executor):
             return None  # a step leaves them out
         remembers = plan.adapter in routing.depth_route_memory
         # A static layer without attention writes no keys and values, as a sequence without.
-        if plan.config.granularity == "sequence" or (
-            plan.target.skips_attention and plan.rule == "static"
-        ):
+        static = plan.target.skips_attention and plan.rule == "static"
+        if static or plan.config.granularity == "sequence":
             kind = SequenceStep
         if batch > kind.most_rows or (kind is SequenceStep and remembers):
             return None

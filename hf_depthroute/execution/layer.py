@@ -46,12 +46,9 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     kwargs.update(zip(layer._argument_names, args))
     routing: Routing | None = layer._modules.get(ROUTING)
     context = unpack(kwargs)
-    if (
-        context.steps is not None
-        and layer in context.steps
-        and not is_recorded(ATTENTIONS, ROUTER_LOGITS)
-    ):
-        stepped = context.steps[layer](layer, hidden_states, kwargs, context)
+    step = (context.steps or {}).get(layer)
+    if step is not None and not is_recorded(ATTENTIONS, ROUTER_LOGITS):
+        stepped = step(layer, hidden_states, kwargs, context)
         if stepped is not None:
             return stepped
     plan = None

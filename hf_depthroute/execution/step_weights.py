@@ -119,13 +119,8 @@ def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
     """Changes whenever what an RMS norm on the CPU does;
     None if that is more than its weight says."""
     weight = norm._parameters.get("weight")
-    if (
-        weight is None
-        or not is_whole(weight)
-        or weight.device.type != "cpu"
-        or weight.is_inference()
-    ):
+    if weight is None or norm._modules or is_watched(norm):
         return None
-    if norm._modules or is_watched(norm):
+    if not is_whole(weight) or weight.device.type != "cpu" or weight.is_inference():
         return None
     return id(norm), weight.data_ptr(), weight._version

@@ -26,7 +26,7 @@ class FitBar:
             on.
 
     Attributes:
-        seconds: Of every phase that is over, by its label.
+        seconds: Seconds that each finished phase took, by its label.
     """
 
     def __init__(self, layers: nn.ModuleList, passes: int, text: int, shown: bool | None) -> None:

@@ -88,9 +88,7 @@ def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tup
         _Reader(model).read(ids)
         with as_base(model):
             _Reader(model).read(ids)
-    while (routed.written < new_tokens and not routed.ended) or (
-        dense.written < new_tokens and not dense.ended
-    ):
+    while any(text.written < new_tokens and not text.ended for text in (routed, dense)):
         with torch.no_grad():
             if not routed.ended:
                 before = list(routed.ids)

@@ -62,10 +62,7 @@ class Prefix:
         # whole layer.
         modules = [*self.layers, self.lm_head.norm, self.lm_head.head]
         parameters = [parameter for module in modules for parameter in module.parameters()]
-        if any(
-            hasattr(parameter, "ds_id") or hasattr(parameter, "placements")
-            for parameter in parameters
-        ):
+        if any(hasattr(part, "ds_id") or hasattr(part, "placements") for part in parameters):
             raise ValueError("oracle and distill losses do not work under FSDP or ZeRO-3; use DDP")
         if len({parameter.device for parameter in parameters}) > 1:
             raise ValueError(
