@@ -124,9 +124,7 @@ def fit(options: FitOptions) -> None:
     loading.check_dtype(options.dtype, loading.DTYPES)
     # One of several under accelerate launch: each with a GPU of its own, or all on processors.
     process = PartialState(cpu=not torch.cuda.is_available())
-    source = loading.Source(
-        options, config, *loading.find_base("", config, options.model, options.gguf_file)
-    )
+    source = loading.source_of(options, config)
     loading.check_length(options.length, source.base_config)
     tokenizer = source.tokenizer()
     batches = source.batches(tokenizer, options.split, options.blocks)

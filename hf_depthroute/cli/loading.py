@@ -110,13 +110,11 @@ def find_base(
     except (CliError, HubError) as error:
         if model is not None or refused_code(error, base) is not None:
             raise
-        hint = (
-            f"{error}; adapter {adapter} names this base: where it is elsewhere by now, pass "
-            "--model"
-        )
-        raise (
-            CliError(hint, error.code) if isinstance(error, CliError) else HubError(hint)
-        ) from error
+        where = "where it is elsewhere by now, pass --model"
+        hint = f"{error}; adapter {adapter} names this base: {where}"
+        if isinstance(error, CliError):
+            raise CliError(hint, error.code) from error
+        raise HubError(hint) from error
 
 
 def changed_fields(
@@ -209,9 +207,8 @@ class Source:
         what = f"tokenizer of {self.base}"
         size = self.base_config.vocab_size
         with explained(what, self.base):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                self.base, **_from(self.gguf_file)
-            )
+            how = _from(self.gguf_file)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.base, **how)
         if len(tokenizer) == 0:
             raise CliError(
                 f"{what}: it is empty; are tokenizer.json and tokenizer_config.json there?"
@@ -227,9 +224,8 @@ class Source:
         self, tokenizer: PreTrainedTokenizerBase, split: str, blocks: int
     ) -> list[dict[str, torch.Tensor]]:
         """Up to `blocks` blocks of a split of the text."""
-        return to_batches(
-            read_blocks(self.options, tokenizer, split), self.options.batch_size, blocks
-        )
+        packed = read_blocks(self.options, tokenizer, split)
+        return to_batches(packed, self.options.batch_size, blocks)
 
     def base_model(self) -> PreTrainedModel:
         """The base model, in eval mode, on the GPU if there is one."""
@@ -260,11 +256,8 @@ class Source:
         mismatch: AbstractContextManager[None] = nullcontext()
         if getattr(self.options, "allow_base_mismatch", False):
             mismatch = allow_base_mismatch()
-        with (
-            explained(f"adapter {adapter}", adapter, code=ADAPTER),
-            mismatch,
-            noted(BaseDiffersWarning),
-        ):
+        reads = explained(f"adapter {adapter}", adapter, code=ADAPTER)
+        with reads, mismatch, noted(BaseDiffersWarning):
             routed = peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
         if self.phases is not None:
             set_phases(routed, self.phases)
@@ -291,12 +284,14 @@ def find_source(options: AdapterOptions) -> Source:
     config = load_adapter_config(options.adapter)
     phases = getattr(options, "phases", None)
     changed_fields(config, getattr(options, "budget", None), phases)
-    return Source(
-        options,
-        config,
-        *find_base(options.adapter, config, options.model, options.gguf_file),
-        phases,
-    )
+    return source_of(options, config, phases)
+
+
+def source_of(options: Any, config: DepthRouteConfig, phases: str | None = None) -> Source:
+    """A configuration, and the base that it or a command's options name."""
+    adapter = getattr(options, "adapter", None) or ""
+    found = find_base(adapter, config, options.model, options.gguf_file)
+    return Source(options, config, *found, phases)
 
 
 def read_blocks(options: Any, tokenizer: Any, split: str, other: str | None = None) -> Any:
@@ -325,9 +320,8 @@ def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[st
     else:
         rows = itertools.islice(packed, blocks)
     ids = [row["input_ids"] for row in rows]
-    batches = [
-        torch.tensor(ids[start : start + batch_size]) for start in range(0, len(ids), batch_size)
-    ]
+    starts = range(0, len(ids), batch_size)
+    batches = [torch.tensor(ids[start : start + batch_size]) for start in starts]
     return [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in batches]
 
 

@@ -128,8 +128,7 @@ def _prepared(options: TrainOptions) -> Run:
         raise CliError(f"--lr {options.lr}: must be a finite number above 0")
     arguments = _training_arguments(options, training_values)
     refuse_unused(options, config, arguments)
-    found = loading.find_base(options.adapter or "", config, options.model, options.gguf_file)
-    source = loading.Source(options, config, *found)
+    source = loading.source_of(options, config)
     depth = source.base_config.num_hidden_layers
     if options.init == "fit":
         scoped = "budget_scope" in given and options.budget_scope != "global"
