@@ -145,7 +145,6 @@ def loss_chart(report: RunReport) -> Chart:
         ("threshold", "causal threshold", "a", "s"),
         ("fixed", "the adapter's rule", "a", "s"),
         ("topk", "top-k (sees the future)", "b", "o"),
-        ("static", "layers left out", "c", "D"),
     ):
         points = [
             _point(r["full_ratio"], r["loss"], f"{name}, budget {r['budget']:g}", 4)

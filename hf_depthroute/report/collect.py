@@ -96,9 +96,7 @@ class RunReport:
     Attributes:
         title: The page's title.
         facts: Names and texts: what was measured on what.
-        rows: The rows of `hf-depthroute eval --out`. Those of the rule `"static"`, which `eval`
-            does not make, are what to compare with: the loss with layers left out for every token,
-            at the share `full_ratio` of the calls.
+        rows: The rows of `hf-depthroute eval --out`.
         budgets: Budgets, ascending; the single one of an adapter that follows no budget.
         follows_budget: Whether the adapter does.
         scores: `{layer: LayerScores}` per budget.
@@ -166,11 +164,6 @@ class RunReport:
             if row["rule"] in ("threshold", "fixed")
         }
         return [rows[budget] for budget in self.budgets]
-
-    def static(self, budget: float) -> Mapping[str, Any] | None:
-        """The row of layers left out at this budget."""
-        rows = (row for row in self.rows if row["rule"] == "static" and row["budget"] == budget)
-        return next(rows, None)
 
     def timed(self, part: str) -> Mapping[str, Mapping[str, Any]]:
         """Measured rows of prefill or decode by the budget's number as text;
