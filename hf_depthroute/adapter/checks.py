@@ -180,7 +180,9 @@ def add_of_same_method(
 
     What an adapter of another method saves of the base must be no part of a router.
     """
-    here = getattr(self.peft_config[self.active_adapter], "peft_type", None)
+    # None while a PeftModel of prompt learning is made: it adds its first adapter so.
+    active = self.peft_config.get(self.active_adapter, peft_config)
+    here = getattr(active, "peft_type", None)
     there = getattr(peft_config, "peft_type", None)
     if here != there and PEFT_TYPE in [
         getattr(method, "value", method) for method in (here, there)

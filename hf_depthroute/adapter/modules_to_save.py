@@ -7,7 +7,8 @@ every tensor of each copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -104,6 +105,25 @@ def set_copies(model: nn.Module, routed: set[str], active: list[str], inference_
         if isinstance(module, AuxiliaryTrainingWrapper) and not routed.isdisjoint(module._adapters):
             used = [name for name in active if name in module._adapters]
             module.set_adapter(used, inference_mode=inference_mode)
+
+
+@contextmanager
+def without_copies(model: nn.Module, adapter_name: str) -> Iterator[None]:
+    """Inside the block the base's own modules run where adapter `adapter_name` has copies;
+    what trains stays as it is."""
+    copied: list[Any] = [
+        module
+        for module in model.modules()
+        if isinstance(module, AuxiliaryTrainingWrapper) and adapter_name in module._adapters
+    ]
+    before = [module._disable_adapters for module in copied]
+    for module in copied:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module, disabled in zip(copied, before):
+            module._disable_adapters = disabled
 
 
 def key_in_file(key: str, adapter_name: str) -> str:

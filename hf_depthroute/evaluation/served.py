@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
+from ..adapter.modules_to_save import without_copies
 from ..data.batches import prompts_of
 from ..inference.calibration import active_routings
 from ..routing.trace import RouteTrace, full_depth, record_routes, run_in_full
@@ -49,19 +50,17 @@ def read_generated(
         yield out
 
 
-def as_base(model: Any) -> AbstractContextManager[None]:
-    """Inside the block `model` is what its router was put on; a LoRA adapter stays on.
-
-    A router with base modules of its own (`modules_to_save`) is turned off by PEFT, which turns all
-    adapters off.
+@contextmanager
+def as_base(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block `model` is what its router was put on: no layer is routed, and the router's
+    copies of base modules (`modules_to_save`) are off; adapters of other methods stay on.
 
     Args:
-        model: A `PeftModel` with one active depth-routed adapter.
+        model: A model with one active depth-routed adapter.
     """
-    has_modules = any(routing.active_config().modules_to_save for routing in active_routings(model))
-    if has_modules:
-        return model.disable_adapter()
-    return full_depth(model)
+    name = active_routings(model)[0].active_name()
+    with full_depth(model), without_copies(model, name):
+        yield
 
 
 @torch.no_grad()

@@ -288,6 +288,26 @@ def test_a_routers_copies_of_base_modules_are_refused_beside_lora(tmp_path: Path
     )
 
 
+@pytest.mark.parametrize(
+    "config", [peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig]
+)
+@pytest.mark.parametrize("is_routed", [False, True])
+def test_prompt_learning_works_as_without_the_package(is_routed: bool, config: Any) -> None:
+    """PEFT adds its first adapter while the model is being made, and has no active one yet."""
+    base = build_routed("llama").get_base_model() if is_routed else build_base("llama")
+    learned = config(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(base, learned, "learned").eval()
+    ids = tokens(2, 6)
+    with torch.no_grad(), model.disable_adapter():
+        without = model(input_ids=ids).logits
+    with torch.no_grad():
+        found = model(input_ids=ids).logits[:, -6:]
+    assert not torch.equal(found, without)
+    model.add_adapter("another", config(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ConfigError, match="a PeftModel holds adapters of one method"):
+        model.add_adapter("routes", DepthRouteConfig())
+
+
 @every_model
 def test_two_adapters_with_different_layers_switch(family: str, gate: str) -> None:
     model = build_routed(family, gate, layers=[1, 2])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import build_base, build_routed, tokens
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 
 from hf_depthroute import record_routes, set_budget
 from hf_depthroute.config.adapter import ConfigError
@@ -243,6 +244,51 @@ def test_dense_is_the_model_that_the_router_was_put_on(phases: str) -> None:
     expected = F.cross_entropy(logits[:, :-1][counted], text[0]["input_ids"][:, 1:][counted])
     dense = evaluate_budgets(router, text, None, [0.5])[0]
     assert dense.rule == "dense" and dense.loss == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_dense_keeps_a_prefix_beside_a_router_with_copies_of_base_modules() -> None:
+    """The router's copies are off with it; what another method adds stays on."""
+    router = build_routed("llama", modules_to_save=["lm_head"])
+    base = router.get_base_model()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        both = get_peft_model(base, config, adapter_name="prefix").eval()
+    text = [{"input_ids": tokens(4, 24, seed=8)}]
+
+    def loss() -> float:
+        with torch.no_grad():
+            logits = both(**text[0]).logits[:, :-1]
+        return float(F.cross_entropy(logits.flatten(0, 1), text[0]["input_ids"][:, 1:].flatten()))
+
+    with full_depth(both):
+        expected = loss()  # the copy is still the base's
+    with torch.no_grad():
+        base.lm_head.modules_to_save["default"].weight.mul_(2)
+    trained = [parameter.requires_grad for parameter in both.parameters()]
+    with full_depth(both):
+        assert loss() != pytest.approx(expected, abs=1e-2)
+    dense = evaluate_budgets(both, text, None, [0.5])[0]
+    assert dense.rule == "dense" and dense.loss == pytest.approx(expected, abs=1e-5)
+    with both.disable_adapter():
+        assert loss() != pytest.approx(expected, abs=1e-3)
+    assert [parameter.requires_grad for parameter in both.parameters()] == trained
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_dense_is_the_base_without_copies_and_what_trains_stays(
+    trainable: bool, tmp_path: Path
+) -> None:
+    model = build_routed("llama", modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.get_base_model().lm_head.modules_to_save["default"].weight.mul_(2)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(build_base("llama"), tmp_path, is_trainable=trainable)
+    trains = {name: parameter.requires_grad for name, parameter in loaded.named_parameters()}
+    dense, *_, routed = evaluate_budgets(loaded, [batch(2, 12)], None, [1.0])
+    assert dense.loss == pytest.approx(mean_loss(build_base("llama"), [batch(2, 12)]), abs=1e-6)
+    assert routed.loss != pytest.approx(dense.loss, abs=1e-3)
+    assert {name: p.requires_grad for name, p in loaded.named_parameters()} == trains
 
 
 def test_packed_documents_are_prompts_each() -> None:
