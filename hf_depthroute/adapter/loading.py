@@ -51,6 +51,8 @@ PREFIX = "depth_route_"
 _OWN_KEY = re.compile(rf"\.{ROUTING}\.{PREFIX}[a-z]+\.")
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # one for another
 _SETTINGS = ("budget", "phases", "selection")  # may be others than when the adapter was saved
+# And where the whole configuration is given anew.
+_OF_CALLER = ("threshold", "prompt_tail", "causal_rule", "budget_scope", "gate_temperature")
 _SEEN_IN_TENSORS = (
     "layers",
     "static_layers",
@@ -140,10 +142,16 @@ def _branch_of(model: nn.Module, key: str) -> Any:
     return model.get_submodule(key.rpartition(".")[0])
 
 
-def check_same(config: DepthRouteConfig, saved: DepthRouteConfig) -> None:
+def check_same(config: DepthRouteConfig, saved: DepthRouteConfig, given: bool = False) -> None:
     """Raise `AdapterMismatchError` where weights of the adapter `saved` would do something else in
-    that of `config`."""
+    that of `config`, which is in the model, or `given` for them."""
     skipped = {*_SETTINGS, *_SEEN_IN_TENSORS}
+    other = "the one in the model"
+    remedy = "load it under a name of its own"
+    if given:
+        skipped |= {*_OF_CALLER}
+        other = "the config that was given"
+        remedy = "leave config out, or change the one of PeftConfig.from_pretrained"
     if not (config.has_memory and saved.has_memory):
         skipped |= {"seed", *MEMORY_FIELDS}
     for name in [field.name for field in fields(RoutingFields) if field.name not in skipped]:
@@ -154,8 +162,7 @@ def check_same(config: DepthRouteConfig, saved: DepthRouteConfig) -> None:
             there = saved.fixed_threshold
         if here != there:
             raise AdapterMismatchError(
-                f"the adapter in the files has {name}={there!r}, the one in the model {here!r}; "
-                "load it under a name of its own"
+                f"the adapter in the files has {name}={there!r}, {other} {here!r}; {remedy}"
             )
 
 

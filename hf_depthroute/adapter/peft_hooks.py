@@ -36,7 +36,7 @@ from ..routing.description import routed_lines
 from ..routing.stack import one_change, routed_layers, routed_stack
 from .base_check import check_base
 from .checks import add_of_same_method
-from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError
+from .files import CONFIG_NAME, PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError
 from .generation import checked_generate
 from .loading import check_same, from_json_file, has_adapter, unchanged_on_error
 from .modules_to_save import check_names_of_others
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _MARK = "_depth_route_wrapped"
+_AFTER_NAME = ("is_trainable", "config")  # arguments of `PeftModel.from_pretrained` by place
 # What else `print_trainable_parameters` says of a model: a line each, or None if there is nothing
 # to say.
 remarks: list[Callable[[PeftModel], str | None]] = []
@@ -145,11 +146,36 @@ def _from_pretrained(
     *args: object,
     **kwargs: object,
 ) -> Any:
+    config = dict(zip(_AFTER_NAME, args)).get("config", kwargs.get("config"))
+
     def read() -> Any:
-        with _kept_where_it_is(model, model_id, kwargs):
+        with (
+            _kept_where_it_is(model, model_id, kwargs),
+            _for_files(config, model_id, model, kwargs),
+        ):
             return make(cls, model, model_id, adapter_name, *args, **kwargs)
 
     return _loaded(read, model, adapter_name, model_id, kwargs)
+
+
+@contextmanager
+def _for_files(
+    config: object, source: object, base: nn.Module, kwargs: Mapping[str, object]
+) -> Iterator[None]:
+    """Inside the block `config`, which a caller gives for the weights in `source`,
+    asks for those that the config there vouches for, if there is one."""
+    folder = folder_of(source, kwargs)
+    alone = folder.is_dir() and not (folder / CONFIG_NAME).is_file()
+    if not isinstance(config, DepthRouteConfig) or alone:
+        yield
+        return
+    hub = {name: kwargs[name] for name in HUB if name in kwargs}
+    before = config.weights_hash
+    config.weights_hash = _check_reload(source, config, base, hub, given=True).weights_hash
+    try:
+        yield
+    finally:
+        config.weights_hash = before
 
 
 def _load_adapter(
@@ -226,16 +252,23 @@ def _loaded(
 
 
 def _check_reload(
-    source: Any, config: DepthRouteConfig, base: nn.Module, hub: Mapping[str, Any]
+    source: Any,
+    config: DepthRouteConfig,
+    base: nn.Module,
+    hub: Mapping[str, Any],
+    given: bool = False,
 ) -> DepthRouteConfig:
-    """The configuration in `source` of the adapter in the model, of another moment."""
+    """The configuration in `source` of the adapter in the model, of another moment,
+    or of the one whose configuration is `given`."""
     saved = PeftConfig.from_pretrained(source, **hub)
+    if given:
+        other = "the config that was given is of one"
+    else:
+        other = "the one of that name in the model is"
     if not isinstance(saved, DepthRouteConfig):
-        raise AdapterMismatchError(
-            f"{source}: is no depth-routed adapter, and the one of that name in the model is"
-        )
+        raise AdapterMismatchError(f"{source}: is no depth-routed adapter, and {other}")
     try:
-        check_same(config, saved)
+        check_same(config, saved, given)
         check_base(base, saved.base_architecture or {})
     except AdapterMismatchError as error:
         raise AdapterMismatchError(f"{source}: {error}") from error

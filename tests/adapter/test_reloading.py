@@ -33,6 +33,7 @@ from hf_depthroute import (
     allow_base_mismatch,
     calibrate,
     get_depth_routed_model,
+    set_budget,
 )
 from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError
 from hf_depthroute.config.adapter import ConfigError
@@ -156,6 +157,31 @@ def test_a_saved_config_begins_a_new_adapter_whose_checkpoints_load(tmp_path: Pa
     trainer.train()
     best = PeftModel.from_pretrained(build_base("llama"), trainer.state.best_model_checkpoint)
     assert torch.equal(logits(model.eval()), logits(best))
+
+
+def test_a_config_that_is_given_for_saved_weights_has_to_mean_the_same(tmp_path: Path) -> None:
+    model = routed(build_base("llama"))
+    model.save_pretrained(tmp_path)
+    config = PeftConfig.from_pretrained(tmp_path)
+    config.budget = 0.25
+    config.prompt_tail = 4
+    loaded = PeftModel.from_pretrained(build_base("llama"), tmp_path, config=config)
+    set_budget(model, 0.25)
+    assert torch.equal(logits(loaded), logits(model))
+    config.gate_input = "residual"
+    for arguments in ((), ("default", False, config)):
+        given = {} if arguments else {"config": config}
+        base = build_base("llama")
+        with pytest.raises(AdapterMismatchError, match="gate_input='normed', the config that was"):
+            PeftModel.from_pretrained(base, tmp_path, *arguments, **given)
+        assert torch.equal(logits(base), logits(build_base("llama")))
+    bare = DepthRouteConfig(layers=[1, 2, 3], context_dim=16, summary_dim=8, action_dim=4)
+    with pytest.raises(AdapterMismatchError, match="weights"):
+        PeftModel.from_pretrained(build_base("llama", seed=1), tmp_path, config=bare)
+    (tmp_path / CONFIG_NAME).unlink()
+    bare.budget = 0.25
+    alone = PeftModel.from_pretrained(build_base("llama"), tmp_path, config=bare)
+    assert torch.equal(logits(alone), logits(model))
 
 
 def test_native_loading_compares_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
