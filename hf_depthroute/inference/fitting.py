@@ -24,7 +24,13 @@ from ..execution.layer import routed_call
 from ..parts.branches import LowRankBranch
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
-from ..parts.regression import leading_directions, moments, norms_and_sinks, ridge_weights
+from ..parts.regression import (
+    leading_directions,
+    moments,
+    norms_and_sinks,
+    ridge_weights,
+    sizes_of,
+)
 from ..parts.targets import TARGETS
 from ..routing.routing import Routing
 from ..routing.stack import in_turn
@@ -89,7 +95,7 @@ def fit_branch(
             cross = cross @ metric_dd.to(cross)
         directions = leading_directions(gram, cross, min(rank, len(cross.T)), ridge)
         weight = total(scale_N1.double().square().sum())
-        sizes = ((directions @ gram) * directions).sum(1).div(weight).sqrt().clamp(min=1e-30)
+        sizes = sizes_of(directions.T, gram, weight)
         branch.up.weight[: len(directions)].copy_(directions / sizes[:, None] * _SPREAD)
         if branch.up.bias is not None:
             branch.up.bias.zero_()

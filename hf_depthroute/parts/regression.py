@@ -129,6 +129,25 @@ def leading_directions(
     return (weights_dm @ basis_mr).T
 
 
+def sizes_of(
+    directions_du: torch.Tensor, gram_dd: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """The root mean square of `x` along each direction, `[u]`,
+    at least a millionth of the largest one.
+
+    Along a direction that the text does not have, what rounding leaves of it may be below zero;
+    and a unit that is divided by it would be huge on other text.
+
+    Args:
+        directions_du: `u` directions.
+        gram_dd: `x^T x`, of rows with these weights.
+        weight: The sum of the rows' weights, `[]`.
+    """
+    squares_u = (directions_du * (gram_dd @ directions_du)).sum(0) / weight
+    sizes_u = squares_u.clamp(min=0).sqrt()
+    return sizes_u.clamp(min=max(1e-30, 1e-6 * float(sizes_u.max())))
+
+
 @torch.no_grad()
 def fit_scores(
     hidden: nn.Linear,
@@ -166,8 +185,7 @@ def fit_scores(
     others_dr = torch.randn(len(mean_d), units - 1 - 2 * pairs, generator=generator).to(gram_dd)
     linear_d1 = ridge_weights(gram_dd, cross_d1, _PENALTY)
     directions_du = torch.cat([linear_d1, leading_dp, -leading_dp, others_dr], dim=1)
-    sizes_u = ((directions_du * (gram_dd @ directions_du)).sum(0) / count).sqrt().clamp(min=1e-30)
-    directions_du = (directions_du / sizes_u).to(x_Nd)
+    directions_du = (directions_du / sizes_of(directions_du, gram_dd, count)).to(x_Nd)
     directions_du[:, 0] *= _NEARLY_LINEAR
     features_Nu = F.silu(centred_Nd @ directions_du)
     means_u = total(features_Nu.sum(0)) / count
