@@ -20,10 +20,12 @@ from ..base.lm_head import predicting, token_losses
 from ..config.adapter import DepthRouteConfig, renumber
 from ..data.batches import labels_of
 from ..files.versions import versions
-from ..inference.calibration import active_routings, set_thresholds
+from ..inference.calibration import active_routings, gated_routings, set_thresholds
 from ..routing.trace import count_routes, record_routes
 from ..training.record import remember_training, trainable_parameters
 from .text import Batches, tokens_of
+
+MISSED = 0.1  # from the share that was asked for, one that is further off has missed it
 
 
 def row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
@@ -142,8 +144,8 @@ def restore(model: nn.Module, state: Mapping[int, dict[str, object]]) -> None:
 def narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()) -> PeftModel:
     """The model with the layers in `dense` not routed and those in `static` without gates.
 
-    The others hold what they held, and the budget that is left; where no other is left, the model
-    stays as it is.
+    The others hold what they held, their threshold included, and the budget that is left; where no
+    other is left, the model stays as it is.
     """
     config = copy.deepcopy(active_routings(model)[0].active_config())
     layers = cast("list[int]", config.layers)
@@ -153,7 +155,17 @@ def narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] 
     config.budget = min(1.0, max(0.01, (config.budget * len(layers) - len(dense)) / len(gated)))
     renumber(config, {index: index for index in layers if index not in dense})
     config.static_layers = [index for index in layers if index in static] or None
-    return _injected(model, config, layer_states(model))
+    thresholds = {
+        routing.layer_index: routing.active_quantiles()(routing.budget())
+        for routing in gated_routings(model)
+    }
+    fewer = _injected(model, config, layer_states(model))
+    # The tables are of all layers together: at the budget of those that are left, they would give
+    # another threshold.
+    for routing in gated_routings(fewer):
+        table = routing.active_quantiles()
+        table.set(thresholds[routing.layer_index].expand_as(table.values))
+    return fewer
 
 
 def _injected(
@@ -168,12 +180,22 @@ def _injected(
 def without_layers(
     model: PeftModel, found: Trial, dense: Sequence[int], text: Batches
 ) -> tuple[PeftModel, Trial]:
-    """The model with the layers in `dense` not routed, with thresholds for what is left."""
+    """The model with the layers in `dense` not routed, with thresholds for what is left.
+
+    It stays as it is where no threshold of the others holds their budget: the scores of layers that
+    add nothing are alike.
+    """
+    config = active_routings(model)[0].active_config()
+    state = layer_states(model)
     fewer = narrowed(model, dense=dense)
     if fewer is model:
         return model, found
     set_thresholds(fewer, text)
-    return fewer, trial_of(fewer, text)
+    without = trial_of(fewer, text)
+    share = sum(without.shares.values()) / len(without.shares)
+    if abs(share - gated_routings(fewer)[0].budget()) > MISSED:
+        return _injected(fewer, config, state), found
+    return fewer, without
 
 
 def without_gates(
