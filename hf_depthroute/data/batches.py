@@ -32,8 +32,9 @@ def model_inputs(model: nn.Module, batches: Iterable[object]) -> Iterator[dict[s
             `position_ids` begin anew with each, and there is no mask.
 
     Raises:
-        ValueError: A batch has no `input_ids`, or they are neither tensors nor lists of ids; or it
-            has images or sound, which would not be read.
+        ValueError: A batch has no `input_ids`, or they are neither tensors nor lists of ids; it has
+            images or sound, which would not be read; or it has ids or, of a model with a learned
+            table of positions, more positions than the model's tables.
     """
     device = device_of(model)
     for number, batch in enumerate([batches] if isinstance(batches, Mapping) else batches):
@@ -64,7 +65,56 @@ def model_inputs(model: nn.Module, batches: Iterable[object]) -> Iterator[dict[s
         found = {name: _rows(name, value).to(device) for name, value in inputs.items()}
         if "position_ids" in found:  # one row of them may stand for all
             found["position_ids"] = found["position_ids"].expand_as(found["input_ids"])
+        _check_tables(model, number, found)
         yield found
+
+
+def _check_tables(model: Any, number: int, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Refuse ids and positions that a table of the model has no row for;
+    PyTorch's own error names neither, and on CUDA it ends the process."""
+    if not hasattr(model, "get_input_embeddings"):
+        return
+    table = model.get_input_embeddings()
+    ids_BT = inputs["input_ids"]
+    count = getattr(table, "num_embeddings", None)
+    if count is None or ids_BT.numel() == 0:
+        return
+    lowest = int(ids_BT.min())
+    highest = int(ids_BT.max())
+    if lowest < 0 or highest >= count:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(
+            f"batch {number} holds the token id {wrong}, and the model has {count} embeddings; use "
+            "the model's own tokenizer"
+        )
+    if "position_ids" in inputs:
+        longest = int(inputs["position_ids"].max()) + 1
+    else:
+        longest = ids_BT.shape[1]
+    places = _positions_of(model, table)
+    if places is not None and longest > places:
+        raise ValueError(
+            f"batch {number} has rows of {longest} tokens, and the model has {places} positions; "
+            f"cut the rows to {places} tokens or fewer"
+        )
+
+
+def _positions_of(model: nn.Module, table: nn.Module) -> int | None:
+    """The size of a learned table of positions, which stands next to the table of tokens;
+    None if the model has none."""
+    expected = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    for module in model.modules():
+        parts = list(module.children())
+        if not any(part is table for part in parts):
+            continue
+        for part in parts:
+            if (
+                part is not table
+                and isinstance(part, nn.Embedding)
+                and part.num_embeddings == expected
+            ):
+                return part.num_embeddings
+    return None
 
 
 def device_of(*modules: nn.Module) -> torch.device:
