@@ -21,7 +21,7 @@ from ..parts.gate import Gate
 from ..parts.neurons import NeuronBranch
 from ..parts.regression import moments, norms_and_sinks, ridge_weights
 from ..routing.thresholds import quantile_table
-from .layer_walk import LayerWalk, walk_layers
+from .layer_walk import LayerWalk, check_finite, walk_layers
 from .sensitivity import squared_slopes, stream_metrics, text_gradients
 from .text import Batches
 
@@ -91,6 +91,7 @@ class Fits:
 
         def visit(index: int, calls: list[RoutedCall]) -> list[torch.Tensor]:
             rows = _Rows(calls[: self._fitted], self.walk.real[: self._fitted])
+            check_finite(index, rows.fulls, rows.real)
             cheap_N = None
             if not first:
                 cheap_N = self._scores(index, rows) < self.threshold

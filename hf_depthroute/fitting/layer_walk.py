@@ -25,6 +25,7 @@ from ..data.batches import device_of, document_starts, token_mask
 from ..execution.call import RoutedCall
 from ..execution.context import ForwardContext, unpack
 from ..execution.layer import routed_call
+from ..inference.non_finite import NonFiniteError
 from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
 from ..routing.trace import full_depth
@@ -133,6 +134,30 @@ def _passed_through(layers: Sequence[nn.Module]) -> Iterator[None]:
                     del layer.__dict__["forward"]
                 else:
                     layer.__dict__["forward"] = forward
+
+
+def check_finite(index: int, streams: Sequence[torch.Tensor], real: Sequence[torch.Tensor]) -> None:
+    """Refuse a stream of NaN or infinity, from which nothing can be fitted.
+
+    Args:
+        index: A decoder layer.
+        streams: The stream behind its full path, `[B, T, d]` of each batch.
+        real: Bool `[B, T]` of each batch: the real tokens.
+
+    Raises:
+        NonFiniteError: The stream of a real token is not finite.
+    """
+    wrong = 0
+    for stream, mask in zip(streams, real, strict=True):
+        wrong += int((~stream.isfinite().all(-1) & mask.to(stream.device)).sum())
+    if wrong == 0:
+        return
+    tokens = sum(int(mask.sum()) for mask in real)
+    dtype = str(streams[0].dtype).removeprefix("torch.")
+    raise NonFiniteError(
+        f"the stream behind layer {index} is not finite in {dtype} for {wrong} of {tokens} tokens; "
+        "load the base in float32 or bfloat16, or check its weights"
+    )
 
 
 Visit = Callable[[int, list[RoutedCall]], list[torch.Tensor]]

@@ -27,7 +27,7 @@ from ..parts.regression import norms_and_sinks
 from ..parts.targets import TARGETS
 from ..routing.routing import Routing
 from .bar import FitBar
-from .layer_walk import LayerWalk
+from .layer_walk import LayerWalk, check_finite
 from .sensitivity import squared_slopes, stream_metrics, text_gradients
 from .text import Batches
 
@@ -125,6 +125,7 @@ class Search:
         for target in ("ffn", "attention", "block"):
             paths[target] = self._paths(routing, target, states, paths)
         outputs = [call.finish(full) for call, full in paths["ffn"]]
+        check_finite(index, outputs, self._walk.real)
         rows: dict[tuple[str, str], Rows] = {}
         gates: dict[str, SinkGate] = {}
         for option in options_of(routing):

@@ -30,6 +30,7 @@ from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import PATTERNS, RoutingFields
 from ..data.batches import model_inputs, prompts_of
 from ..inference.calibration import active_routings
+from ..inference.non_finite import check_losses
 from ..routing.trace import full_depth, run_in_full
 from .bar import FitBar
 from .layer_walk import LayerWalk
@@ -107,6 +108,7 @@ def fit_prompts(
         ConfigError: `keep` is out of range, or so low that no choice of layers reaches it; or no
             prompt is longer than the `prompt_tail` that runs in full. The model is untouched.
         ValueError: Fewer than 512 tokens are left to fit on; or the model has no LM head.
+        NonFiniteError: The base, or the routed model, computes NaN or infinity.
     """
     started = time.monotonic()
     _check_wanted(keep, keep_of, length)
@@ -162,6 +164,7 @@ def fit_prompts(
         r2 = _refit(routed, own_part(text), tail, metrics)
         bar.phase("losses")
         dense_R, loss_R, kl_R = _behind(routed, own_part(held_out), tail)
+        check_losses(routed, loss_R.tolist(), own_part(held_out))
     fit_record = {
         "phases": "prefill",
         "keep": keep,
@@ -215,9 +218,11 @@ def _check_length(length: int, tail: int) -> None:
 
 
 def _check_tail(batches: Batches, use: str, tail: int) -> None:
-    """Raise `ConfigError` where no prompt in the rows has a token before its `tail`."""
-    routed = sum(int(prompts_of(batch, tail)[0].sum()) for batch in batches)
-    if routed == 0:
+    """Raise `ConfigError` where no prompt in the rows has a token before its `tail`,
+    or no text behind it."""
+    masks = [prompts_of(batch, tail) for batch in batches]
+    routed = any(bool(cheap.any()) for cheap, _ in masks)
+    if not routed or not any(bool(behind.any()) for _, behind in masks):
         raise ConfigError(
             f"prompt_tail={tail}: no prompt in the rows {use} has more tokens, so that all of them "
             "run in full; the prompt is the first two thirds of a row: give longer rows or a "

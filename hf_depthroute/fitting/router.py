@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -27,17 +28,19 @@ from ..adapter.loading import restoring
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
 from ..base.distributed import rows_of_all, sharing, world_size
-from ..base.lm_head import check_head
+from ..base.lm_head import check_head, predicting
 from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
-from ..data.batches import model_inputs
+from ..data.batches import labels_of, model_inputs
 from ..inference.calibration import calibrate_budgets, gated_routings, keep_shares
+from ..inference.non_finite import check_losses
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from ..routing.trace import full_depth
 from .bar import FitBar
 from .layer_fits import Fits, LayerFit
 from .narrowing import (
+    MISSED,
     Trial,
     layer_states,
     parts_of_mean,
@@ -51,7 +54,16 @@ from .narrowing import (
 )
 from .prompts import fit_prompts
 from .sensitivity import PRICED
-from .text import Batches, first_tokens, own_part, positions, split, tokens_to_fit, warn_if_few
+from .text import (
+    Batches,
+    FitWarning,
+    first_tokens,
+    own_part,
+    positions,
+    split,
+    tokens_to_fit,
+    warn_if_few,
+)
 
 # A layer that runs this share of the tokens in full is not routed: its gate costs what the others
 # save.
@@ -131,8 +143,10 @@ def fit_router(
     Raises:
         ConfigError: `keep` is out of range, too low for the layers in `config`, or `config` has a
             gate or a branch that is not fitted; the model is untouched.
-        ValueError: `batches` holds fewer than 512 real tokens, or fewer rows to fit on or to hold
-            out than there are processes; or the model has no LM head.
+        ValueError: `batches` holds fewer than 512 real tokens, fewer rows to fit on or to hold out
+            than there are processes, or no row to hold out with two tokens; or the model has no LM
+            head.
+        NonFiniteError: The base, or the routed model, computes NaN or infinity.
     """
     if config is not None and config.phases == "prefill":
         _check_for_prompts(config, rounds)
@@ -157,6 +171,7 @@ def fit_router(
     tokens = tokens_to_fit(text, "fit_router")
     _check_rows(text, "to fit on")
     _check_rows(held_out, "to hold out")
+    _check_held_out(held_out)
     seen = ": on 3,000 a router lost twice to five times what it lost on 16,000"
     warn_if_few(tokens, stacklevel=3, seen=seen)  # past `restoring`
     routed = get_depth_routed_model(model, config)
@@ -181,7 +196,9 @@ def fit_router(
         gated = gated_routings(routed)
         gated[0].active_config().causal_rule = causal_rule
         keep_shares(gated, found.shares, gated[0].budget())
-        ran_R = 1 - (1 - found.ran_R) * len(found.shares) / len(stack_of(routed).layers)
+        depth = len(stack_of(routed).layers)
+        ran_R = 1 - (1 - found.ran_R) * len(found.shares) / depth
+    _warn_if_missed(1 - (len(found.shares) - sum(found.shares.values())) / depth, keep)
     fit_record = {
         "keep": keep,
         **tokens_and_losses(tokens, held_out, dense_R, found.loss_R),
@@ -213,6 +230,28 @@ def _check_rows(part: Batches, use: str) -> None:
         )
 
 
+def _check_held_out(held_out: Batches) -> None:
+    """`ValueError` where the held-out rows have no loss."""
+    predicted = (predicting(labels_of(b), b.get("attention_mask")) for b in held_out)
+    if not any(bool(mask.any()) for mask in predicted):
+        raise ValueError(
+            "fit_router: no row that is held out has two real tokens, so there is no loss to "
+            "measure; give longer rows"
+        )
+
+
+def _warn_if_missed(share: float, keep: float) -> None:
+    """Say that another share of all calls runs than `keep`."""
+    if abs(share - keep) > MISSED:
+        warnings.warn(
+            f"fit_router: {share:.0%} of all calls run in full on the held-out text, and "
+            f"keep={keep:g} was asked for: many tokens have the same score, as where what they "
+            "skip adds nothing; route other layers or another target",
+            FitWarning,
+            stacklevel=4,  # past `fit_router` and `restoring`
+        )
+
+
 def _best_round(
     fit: Fits, held_out: Batches, rounds: int
 ) -> tuple[Trial, dict[int, LayerFit], list[float]]:
@@ -227,6 +266,7 @@ def _best_round(
         fit.calibrate(held_out)
         found = trial_of(fit.model, held_out)
         losses.append(float(found.loss_R.mean()))
+        check_losses(fit.model, losses, held_out)
         if best is None or losses[-1] < float(best[0].loss_R.mean()):
             best = found, layer_states(fit.model), copy.deepcopy(fit.layers)
     assert best is not None

@@ -27,7 +27,10 @@ from ..base.distributed import each_of_all, own_rows, total
 from ..base.lm_head import logits_at
 from ..base.stack import stack_of
 from ..base.sublayers import Kwargs, hidden_of, stream_given
+from ..data.batches import token_mask
+from ..inference.non_finite import NonFiniteError
 from ..routing.trace import full_depth
+from .layer_walk import check_finite
 from .text import Batches
 
 PRICED = 8192  # held-out tokens whose gradients are kept, at most
@@ -48,6 +51,9 @@ def stream_gradients(
         counted_BT: Bool: the positions whose next token is drawn and counts.
         seeds: A seed for each row, for the tokens that are drawn.
         draws: How often they are drawn, each time with a backward pass of its own.
+
+    Raises:
+        NonFiniteError: The stream of a real token is not finite, or the logits are NaN.
     """
     streams: list[torch.Tensor] = []
 
@@ -65,6 +71,14 @@ def stream_gradients(
     handles += [layer.register_forward_hook(of_this_thread(leave)) for layer in layers]
     with hooked(handles), full_depth(model), torch.enable_grad():
         log_probs = logits_at(model, batch, counted_BT).float().log_softmax(-1)
+        real_BT = token_mask(batch)
+        for index, h in enumerate(streams):
+            check_finite(index, [h], [real_BT])
+        if log_probs.isnan().any():
+            raise NonFiniteError(
+                "the base's logits are NaN while the stream behind every layer is finite; load it "
+                "in float32, or check the weights of its final norm and its LM head"
+            )
         gradients: list[list[torch.Tensor]] = []
         for number, drawn in enumerate(_drawn(log_probs.detach(), counted_BT, seeds, draws)):
             likelihood = log_probs.gather(-1, drawn[:, None]).sum()
