@@ -1,4 +1,4 @@
-"""`generate` of a routed model refuses what would change a decision, whoever calls it.
+"""`generate` of a routed model refuses what would change a decision, by whatever path it is called.
 
 The base that an adapter was put on generates by itself too, as does one that transformers loaded
 the adapter into; so the check stands at transformers' own `generate`.

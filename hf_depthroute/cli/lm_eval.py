@@ -97,7 +97,7 @@ def _refuse_padding(words: Sequence[str]) -> None:
 
 
 def _file_settings(path: str | None) -> dict[str, Any]:
-    """What lm-eval's YAML file says, read as lm-eval does; `{}` where it says what is wrong."""
+    """The settings in lm-eval's YAML file, read as lm-eval does; `{}` if it cannot be read."""
     import yaml
 
     if path is None:
