@@ -89,8 +89,11 @@ def _outputs(
     hidden_states: Tensor,
     kwargs: Kwargs,
 ) -> Any:
-    """`_run`, under gradient checkpointing if that is on."""
-    if not (layer.gradient_checkpointing and layer.training):
+    """`_run`, under gradient checkpointing if that is on.
+
+    A pass without gradients keeps its KV cache, so that a model generates in training mode, too.
+    """
+    if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
         return _run(layer, plan, context, hidden_states, **kwargs)
     run = functools.partial(_run, layer, plan, context, **without_cache(kwargs))
     return layer._gradient_checkpointing_func(run, hidden_states)

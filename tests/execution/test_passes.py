@@ -85,6 +85,22 @@ def test_prompts_alone_are_told_from_text_by_the_cache() -> None:
         model.generate(input_ids=ids, max_new_tokens=2, use_cache=False)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "fields", [{}, {"phases": "prefill"}, {"granularity": "sequence"}, {"causal_rule": "running"}]
+)
+def test_a_model_that_checkpoints_gradients_generates_in_training_mode(
+    fields: dict[str, Any], reentrant: bool
+) -> None:
+    """As a callback of a Trainer does. There is no gradient to save memory for, and without the KV
+    cache every step would read one token alone."""
+    model, ids = build_routed("llama", "mlp", **fields), tokens(2, PROMPT)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    expected = model.generate(input_ids=ids, **options)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert torch.equal(model.train().generate(input_ids=ids, **options), expected)
+
+
 def test_a_mask_by_place_is_read_as_one_by_name() -> None:
     """`AutoModel` gives people the bare decoder."""
     model = build_routed("llama", "block", phases="prefill").get_base_model().model
