@@ -41,19 +41,12 @@ def limited(app: FastAPI, model: str, limits: Limits) -> ASGIApp:
     """
     running = 0
 
-    async def content_of(request: Request) -> dict[str, Any]:
-        content = _parsed(await _read(request, limits.body_bytes))
-        wanted = content.get("model")
-        if wanted != model and (wanted is not None or request.url.path == _LOAD):
-            raise HTTPException(400, f"this server has one model, {model!r}; name it")
-        wrong = wrong_settings(content, limits.output_tokens, request.url.path)
-        if wrong is not None:
-            raise HTTPException(400, wrong)
-        return content
-
-    async def place() -> AsyncIterator[None]:
-        """One of the places for requests that run or wait, until the answer is sent."""
+    async def admitted(request: Request) -> AsyncIterator[dict[str, Any]]:
+        """The content of a request, which has a place among those that run or wait until its
+        answer is sent."""
         nonlocal running
+        content = _parsed(await _read(request, limits.body_bytes))
+        _check(content, request.url.path, model, limits)
         if running >= limits.requests:
             why = f"{running} requests are running or waiting; try again later"
             raise HTTPException(429, why, {"Retry-After": "1"})
@@ -61,16 +54,16 @@ def limited(app: FastAPI, model: str, limits: Limits) -> ASGIApp:
         streamers: list[Any] = []
         STREAMERS.set(streamers)
         try:
-            yield
+            yield content
         finally:
             running -= 1
             for streamer in streamers:
                 streamer.cancel()
 
-    checked = Depends(content_of)
+    content_of = Depends(admitted)
 
     def generates(endpoint: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Response]]:
-        async def answer(request: Request, content: dict[str, Any] = checked) -> Response:
+        async def answer(request: Request, content: dict[str, Any] = content_of) -> Response:
             # An id that a client chose could be another's, and answers are delivered by it.
             request.state.request_id = str(uuid.uuid4())
             return await _while_connected(request, endpoint(request, content))
@@ -78,7 +71,7 @@ def limited(app: FastAPI, model: str, limits: Limits) -> ASGIApp:
         return answer
 
     def loads(endpoint: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Response]]:
-        async def answer(content: dict[str, Any] = checked) -> Response:
+        async def answer(content: dict[str, Any] = content_of) -> Response:
             return await endpoint(content)
 
         return answer
@@ -89,7 +82,7 @@ def limited(app: FastAPI, model: str, limits: Limits) -> ASGIApp:
     for route in routes:
         if route.path in kinds:
             answer = kinds[route.path](route.endpoint)
-            app.post(route.path, dependencies=[Depends(place)], response_model=None)(answer)
+            app.post(route.path, response_model=None)(answer)
     app.add_exception_handler(HTTPException, _refused)
     for kind in _CLIENTS_FAULTS:
         app.add_exception_handler(kind, _wrong)
@@ -121,6 +114,16 @@ def _parsed(body: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise HTTPException(400, "the body is not a JSON object")
     return content
+
+
+def _check(content: Mapping[str, Any], path: str, model: str, limits: Limits) -> None:
+    """Refuse another model, and settings out of range."""
+    wanted = content.get("model")
+    if wanted != model and (wanted is not None or path == _LOAD):
+        raise HTTPException(400, f"this server has one model, {model!r}; name it")
+    wrong = wrong_settings(content, limits.output_tokens, path)
+    if wrong is not None:
+        raise HTTPException(400, wrong)
 
 
 async def _while_connected(request: Request, answering: Awaitable[Any]) -> Any:

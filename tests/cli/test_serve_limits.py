@@ -553,6 +553,36 @@ def test_more_requests_than_the_limit_get_429_and_no_client_names_its_request() 
 
 
 @needs_serve
+def test_a_body_that_does_not_arrive_takes_no_place() -> None:
+    async def answer(request: Any, body: Any) -> dict[str, Any]:
+        return {}
+
+    async def slow() -> int:
+        app = app_of(answer, Limits(8, 8, 1))
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        parts = iter([{"type": "http.request", "body": b"{", "more_body": True}])
+        reading = asyncio.Event()
+
+        async def receive() -> Any:
+            if (part := next(parts, None)) is not None:
+                return part
+            reading.set()
+            return await asyncio.sleep(60)
+
+        async def send(message: Any) -> None:
+            raise AssertionError(message)
+
+        waiting = asyncio.ensure_future(app(scope | {"query_string": b""}, receive, send))
+        await reading.wait()
+        status = (await sent_by(app, b"{}"))[0]["status"]
+        waiting.cancel()
+        await waiting
+        return int(status)
+
+    assert asyncio.run(asyncio.wait_for(slow(), 10)) == 200
+
+
+@needs_serve
 def test_a_stream_has_its_place_and_its_streamer_until_its_last_word() -> None:
     from fastapi.responses import StreamingResponse
 
