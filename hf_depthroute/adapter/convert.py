@@ -138,8 +138,7 @@ def convert_flexidepth(
 
 
 def _check_config(folder: Path, given: Mapping[str, object]) -> dict[str, Any]:
-    """The sizes in a checkpoint's configuration; `AdapterMismatchError` where it is
-    not of the layout."""
+    """The sizes in a checkpoint's configuration; `AdapterMismatchError` for another layout."""
     for name, most in _MOST.items():
         value = given.get(name)
         if type(value) is not int or not 1 <= value <= most:

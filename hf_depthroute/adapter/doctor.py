@@ -40,8 +40,7 @@ _PART = re.compile(r"(\d+)\.routing\.depth_route_([a-z]+)\.(.+)")
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at: `state` is `"ok"`, `"note"` or `"fault"`;
-    `text` is one line."""
+    """One thing looked at: `state` is `"ok"`, `"note"` or `"fault"`; `text` is one line."""
 
     state: str
     text: str
@@ -135,8 +134,7 @@ def _examine_weights(path: Path, config: DepthRouteConfig) -> Iterator[tuple[str
 def _examine_layers(
     tensors: dict[str, torch.Tensor], config: DepthRouteConfig
 ) -> Iterator[tuple[str, str]]:
-    """Every routed layer has to hold the same parts, in the same shapes;
-    a static one has no gate."""
+    """Every routed layer has to hold the same parts in the same shapes; static ones no gate."""
     parts: dict[int, dict[str, Any]] = defaultdict(dict)
     for name, value in tensors.items():
         match = _PART.search(name)
@@ -193,8 +191,7 @@ def _examine_slots(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]
 def _examine_parts(
     shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig, width: int
 ) -> Iterator[tuple[str, str]]:
-    """Whether a layer holds the gate and the memory that the config names,
-    in the sizes that it names."""
+    """Whether a layer holds the gate and the memory that the config names, in their sizes."""
     with torch.device("meta"):
         gate, wider = (GATES[config.gate](width, config, scores).state_dict() for scores in (1, 2))
         memory = NgramMemory(width, config).state_dict() if config.has_memory else {}

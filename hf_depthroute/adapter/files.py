@@ -35,8 +35,7 @@ _MAX_README_BYTES = 1 << 20
 
 
 class AdapterMismatchError(OneLine, ValueError):
-    """An adapter does not belong to this model, or its files do not hold exactly
-    what a save wrote."""
+    """An adapter is not this model's, or its files do not hold exactly what a save wrote."""
 
 
 def read_config(path: Path) -> dict[str, Any]:

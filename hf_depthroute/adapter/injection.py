@@ -140,8 +140,7 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _of_shape(
     in_full: torch.Tensor, inputs: torch.Tensor, real: torch.Tensor | None
 ) -> torch.Tensor:
-    """The real tokens among those that a caller runs in full,
-    bool `[B, T]` on the input's device."""
+    """The real tokens among those a caller runs in full, bool `[B, T]` on the input's device."""
     if in_full.shape != inputs.shape[:2]:
         raise ValueError(
             f"in_full has shape {tuple(in_full.shape)}, the input {tuple(inputs.shape[:2])}"

@@ -132,8 +132,7 @@ def key_in_file(key: str, adapter_name: str) -> str:
 
 
 def unwrap(model: nn.Module, adapter_name: str) -> None:
-    """Take an adapter's copies out of the model; where none is left,
-    the base's own module comes back."""
+    """Take an adapter's copies out of the model; after the last, the base's module comes back."""
     for parent in list(model.modules()):
         for child_name, child in list(parent.named_children()):
             if not isinstance(child, AuxiliaryTrainingWrapper):

@@ -340,8 +340,7 @@ def _is_routed(source: Any, kwargs: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _undone(model: nn.Module, source: object, adapter_name: str) -> Iterator[None]:
-    """Take a routed adapter out again that was not there before and whose weights
-    could not be read."""
+    """Take a new routed adapter out again whose weights could not be read."""
     before = has_adapter(model, adapter_name)
     added = False
     try:

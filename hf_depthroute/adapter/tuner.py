@@ -181,8 +181,7 @@ class DepthRouteModel(BaseTuner):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def _fill(self, model: nn.Module, name: str, config: DepthRouteConfig, stack: Stack) -> None:
-        """Add the adapter's parts to the layers that it routes,
-        and connect what reads elsewhere."""
+        """Add the adapter's parts to the layers it routes, and connect what reads elsewhere."""
         gate = GATES[config.gate]
         routings: list[Routing] = []
         owner: Routing | None = None

@@ -68,7 +68,6 @@ def synchronise(device: torch.device) -> None:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is tracing; before torch 2.7 that cannot be told from
-    another compiler."""
+    """Whether `torch.export` is tracing; before torch 2.7 other compilers look the same."""
     asks = getattr(torch.compiler, "is_exporting", None)
     return asks is not None and asks()

@@ -63,8 +63,7 @@ def each_of_all(value: object) -> list[Any]:
 
 
 def rows_of_all(rows: torch.Tensor) -> torch.Tensor:
-    """The rows of all processes `[N, ...]`, one process after the other;
-    how many each has may differ."""
+    """The rows of all processes `[N, ...]`, one process after the other; counts may differ."""
     if _shares():
         return torch.cat([part.to(rows.device) for part in each_of_all(rows.cpu())])
     return rows

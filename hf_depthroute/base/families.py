@@ -35,8 +35,7 @@ from ..files.shown import OneLine
 
 
 class UnsupportedModelError(OneLine, ValueError):
-    """The model's architecture has no row in `FAMILIES`,
-    or a variant of it that cannot be routed."""
+    """The model's architecture has no row in `FAMILIES`, or its variant cannot be routed."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ class Family:
 
     @property
     def dropouts(self) -> tuple[str, ...]:
-        """The dropout modules of a layer; at inference they do nothing,
-        unless something watches them."""
+        """The dropout modules of a layer; at inference they do nothing, unless watched."""
         names = (self.attention_dropout, self.ffn_dropout)
         return tuple(name for name in names if name is not None)
 

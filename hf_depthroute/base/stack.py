@@ -33,8 +33,7 @@ class Stack:
         return cast(nn.ModuleList, getattr(self.decoder, self.family.layers))
 
     def keep(self) -> None:
-        """From now on `stack_of` answers with this one,
-        for the decoder and for any module around it."""
+        """From now on `stack_of` answers with this one, for the decoder and modules around it."""
         setattr(self.decoder, STACK, self)
 
     def forget(self) -> None:

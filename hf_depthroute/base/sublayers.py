@@ -75,7 +75,7 @@ def behind(layer: torch.nn.Module, family: Family, part: str, update: torch.Tens
 def normed_for_ffn(
     layer: torch.nn.Module, family: Family, before: torch.Tensor, after: torch.Tensor
 ) -> torch.Tensor:
-    """What the FFN reads, normed, of the streams before and after the attention."""
+    """The FFN's input, normed, from the streams before and after the attention."""
     read = after
     if family.parallel:
         read = before
@@ -117,8 +117,7 @@ def arguments_given(
 
 
 def hidden_of(output: Any) -> torch.Tensor:
-    """The stream in what a decoder layer returns: some families return attention
-    weights with it."""
+    """The stream in what a decoder layer returns; some families return attention weights too."""
     if isinstance(output, tuple):
         return output[0]
     return output

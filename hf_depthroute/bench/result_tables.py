@@ -14,8 +14,7 @@ _PLAIN = {"", "eager / eager"}
 
 
 def tables(result: Mapping[str, object], others: Makers | None = None) -> list[list[Row]]:
-    """The rows of a table per kind of case that the result has;
-    `others` make the rows of more kinds."""
+    """The rows of a table per kind of case in the result; `others` make those of more kinds."""
     found = [m for m in measurements(result) if "error" not in m]
     makers: Makers = {_times: TIMED, _overheads: TIMED, **(others or {})}
     made = [

@@ -45,8 +45,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def relative_load() -> float | None:
-    """Processes that wanted to run in the last minute, per core;
-    None if the system does not say."""
+    """Processes that wanted to run in the last minute, per core; None if it is not known."""
     try:
         return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
     except OSError:

@@ -34,8 +34,7 @@ def budget_name(budget: float) -> str:
 
 
 def dense_view(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules around the very same tensors:
-    the untouched base to compare with."""
+    """A copy of a model's modules around the same tensors: the untouched base to compare with."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
@@ -127,8 +126,7 @@ def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def adapter_dtype(model: nn.Module) -> str:
-    """The dtype of the adapter's weights, such as `"float32"`;
-    that of the base where it has none."""
+    """The dtype of the adapter's weights, such as `"float32"`; without any, the base's."""
     parts = (*active_routings(model), model)
     return dtype_name(next(weight for part in parts for weight in part.parameters()).dtype)
 

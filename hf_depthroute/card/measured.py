@@ -72,8 +72,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Speed:
-    """One case of a benchmark at one budget, times in milliseconds;
-    `eta` is None if it means nothing."""
+    """One case of a benchmark at one budget, in milliseconds; `eta` is None if it means nothing."""
 
     case: str
     budget: float

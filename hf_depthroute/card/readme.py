@@ -111,8 +111,7 @@ def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
 
 
 def generated_part(text: str) -> tuple[slice, str] | None:
-    """Where the generated part of a card is, its two comments included,
-    and the digest that it names."""
+    """Where the generated part of a card is, with its two comments, and the digest it names."""
     begin = _BEGIN.search(text)
     if begin is None:
         return None

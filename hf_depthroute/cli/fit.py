@@ -157,7 +157,7 @@ def fit(options: FitOptions) -> None:
 
 
 def _say_found(options: FitOptions, found: dict[str, Any]) -> None:
-    """What a fit found: each layer's share or option, and the losses."""
+    """Say what a fit found: each layer's share or option, and the losses."""
     from ..fitting.prompts import KEEP_OF
 
     prompts = options.phases == "prefill"

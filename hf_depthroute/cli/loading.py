@@ -59,7 +59,7 @@ def load_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig:
 
 
 def _from(gguf_file: str | None) -> dict[str, Any]:
-    """What `from_pretrained` of the base is given."""
+    """Arguments of the base's `from_pretrained`."""
     trust = {"trust_remote_code": trusts_remote_code()}
     if gguf_file is None:
         return trust
@@ -141,8 +141,7 @@ def changed_fields(
 
 
 def folder_of(what: str, source: str, patterns: list[str], code: int = USAGE) -> Path:
-    """The folder of `what` at `source`; from the Hub,
-    its files of these patterns are downloaded."""
+    """The folder of `what` at `source`; from the Hub, files of these patterns are downloaded."""
     if Path(source).is_dir():
         return Path(source)
     import huggingface_hub
@@ -157,8 +156,7 @@ def check_dtype(dtype: str, allowed: tuple[str, ...]) -> None:
 
 
 def check_length(length: int, config: PreTrainedConfig, option: str = "--length") -> None:
-    """Refuse more positions than the model has: some families crash there,
-    others only get worse."""
+    """Refuse more positions than the model has: some families crash there, others get worse."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise CliError(
@@ -326,8 +324,7 @@ def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[st
 
 
 def quiet(debug: bool) -> None:
-    """Keep warnings, log lines and loading bars of the libraries off the terminal,
-    unless `debug`."""
+    """Keep the libraries' warnings, log lines and bars off the terminal, unless `debug`."""
     if debug:
         return
     import warnings

@@ -27,8 +27,7 @@ _NOT_IN_YAML = ("config", "help", "debug")
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Callback of `--config`: the file's values become the defaults of the
-    command's other options."""
+    """Callback of `--config`: the file's values become defaults of the command's other options."""
     if path is None or context.resilient_parsing:
         return path
     parameters = [p for p in context.command.params if p.name and p.name not in _NOT_IN_YAML]
@@ -220,8 +219,7 @@ def parse_pattern(text: str) -> dict[str, str | int]:
 def parse_numbers(
     option: str, text: str, low: int | None = 1, wanted: str = "whole numbers, such as 1,8"
 ) -> list[int]:
-    """`"1,8"` -> `[1, 8]`; `CliError` where that is no list of whole numbers,
-    each at least `low`."""
+    """`"1,8"` -> `[1, 8]`; `CliError` unless it is a list of whole numbers from `low`."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
@@ -232,8 +230,7 @@ def parse_numbers(
 
 
 def parse_names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """`"eager,static"` -> `("eager", "static")`; `CliError` where one of them is
-    not in `allowed`."""
+    """`"eager,static"` -> `("eager", "static")`; `CliError` for one not in `allowed`."""
     names = tuple(part.strip() for part in text.split(","))
     unknown = [name for name in names if name not in allowed]
     if unknown:

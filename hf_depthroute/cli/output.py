@@ -75,8 +75,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def short_name(source: str) -> str:
-    """A Hub id as it is; of a path its last part, since the rest means nothing
-    on other machines."""
+    """A Hub id as it is; of a path its last part: the rest means nothing on other machines."""
     path = Path(source)
     if path.exists() or path.is_absolute():
         return path.resolve().name
@@ -85,8 +84,7 @@ def short_name(source: str) -> str:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Make a folder and those above it; of these, what is empty is removed again when
-    the block fails."""
+    """Make a folder and those above it; if the block fails, those that are empty go again."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -178,8 +176,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool
 
 @contextlib.contextmanager
 def noted(kind: type[Warning]) -> Iterator[None]:
-    """Say warnings of `kind` as notes when they come, each text once;
-    for others nothing changes."""
+    """Say warnings of `kind` as notes when they come, each text once; others stay as they are."""
     texts: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", kind)

@@ -258,8 +258,7 @@ def _measure_losses(
 def _measure_speed(
     routed: Any, untouched: Any, budgets: list[float], batches: list[dict[str, Any]], repeats: int
 ) -> dict[str, Any]:
-    """The measured speed on the first blocks of the text;
-    `ValueError` where it cannot be measured."""
+    """The speed on the first blocks of the text; `ValueError` where it cannot be measured."""
     from ..bench.suite import bench
 
     budgets = [budget for budget in budgets if budget < 1]  # nothing is skipped at 1

@@ -69,8 +69,7 @@ def vllm_config(options: ServedAdapter) -> None:
 
 
 def serve_vllm(options: Any, context: typer.Context) -> None:
-    """Run vLLM's server until it ends, with counts of all its processes at its
-    Prometheus endpoint."""
+    """Run vLLM's server until it ends, all processes' counts at its Prometheus endpoint."""
     from . import loading
 
     if options.trust_remote_code:

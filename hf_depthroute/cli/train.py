@@ -16,8 +16,7 @@ from .output import check_out
 
 @dataclass(kw_only=True)
 class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions):
-    """All options of `train`: its own, and those of the text and the base,
-    the adapter and the losses."""
+    """All options of `train`: its own, and those of text, base, adapter and losses."""
 
     context: typer.Context
     dataset: o.Dataset

@@ -71,7 +71,7 @@ class Run:
     started: float
 
     def calibration_batches(self) -> list[dict[str, torch.Tensor]]:
-        """What a fit and the thresholds are found on: some blocks of the text to train on."""
+        """Some blocks of the text to train on, for a fit and for thresholds."""
         options = self.options
         return loading.to_batches(self.blocks, options.batch_size, options.calibration_blocks)
 

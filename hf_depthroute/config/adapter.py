@@ -104,16 +104,14 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
 
     @property
     def fixed_threshold(self) -> float | None:
-        """The score that every routed layer compares with;
-        None if the layer's own table gives it."""
+        """The score that every routed layer compares with; None: the layer's own table gives it."""
         if isinstance(self.threshold, str):
             return None
         return self.threshold
 
     @property
     def last_in_full(self) -> int:
-        """How many of a sequence's last tokens run in full in a forward pass with
-        `phases="prefill"`."""
+        """How many of a sequence's last tokens run in full with `phases="prefill"`."""
         return self.prompt_tail or 1
 
     def gate_of(self, layer_index: int) -> str:
@@ -198,8 +196,7 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
         return by_token and not (gate.exits or gate.static)
 
     def _fill_in(self) -> None:
-        """The defaults that depend on other fields; the saved configuration holds
-        what they came to."""
+        """The defaults that depend on other fields; the saved configuration holds their values."""
         for name, value in TARGETS[self.target].fixed.items():
             if getattr(self, name) == getattr(RoutingFields, name):
                 setattr(self, name, value)

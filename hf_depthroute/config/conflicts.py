@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
-    """Conflicts between the fields of a configuration whose defaults are filled in,
-    one line each."""
+    """Conflicts between the fields of a configuration with its defaults, one line each."""
     yield from _conflicts_of_target(c)
     yield from _conflicts_of_experts(c)
     yield from _conflicts_of_static(c)

@@ -130,8 +130,7 @@ def device_of(*modules: nn.Module) -> torch.device:
 
 
 def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Bool `[B, T]`, true at real tokens: where `attention_mask` is set,
-    and everywhere without one."""
+    """Bool `[B, T]`, true at real tokens: where `attention_mask` is set; without one everywhere."""
     mask = batch.get("attention_mask")
     if mask is None:
         return torch.ones_like(batch["input_ids"], dtype=torch.bool)

@@ -119,8 +119,7 @@ def skips_sequences(routing: Routing, config: PreTrainedConfig) -> bool:
 
 
 def runs_full(routing: Routing, length: int) -> bool:
-    """Whether a layer runs as the base's, without gate and branch,
-    in a pass of `length` new tokens."""
+    """Whether a layer runs without gate and branch in a pass of `length` new tokens."""
     return share_in_full(routing, length) == 1.0
 
 
@@ -142,8 +141,7 @@ def skips_attention(routing: Routing, config: PreTrainedConfig) -> bool:
 
 
 def gate_weights(routing: Routing, length: int) -> float:
-    """Weights that the gate and the exits' predictor multiply a token with,
-    in sequences of `length`."""
+    """Weights of the gate and the exits' predictor per token, in sequences of `length`."""
     name = routing.active_name()
     config = routing.active_config()
     groups = (routing.depth_route_gate, routing.depth_route_predictor)

@@ -263,8 +263,7 @@ def evaluate_tasks(
 
 
 def scores(run: TaskRun) -> dict[tuple[str, str], tuple[float, float | None]]:
-    """`(task, metric) -> (value, standard error)` of everything that lm-eval
-    reports as a number."""
+    """`(task, metric) -> (value, standard error)` of all that lm-eval reports as a number."""
     return read_scores(run.results)
 
 

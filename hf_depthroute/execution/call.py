@@ -244,8 +244,7 @@ class Executor(ABC):
 
     @abstractmethod
     def supports(self, call: RoutedCall) -> bool:
-        """Whether it can run this plan in this layer, on a stream of this kind,
-        whatever is decided."""
+        """Whether it can run this plan in this layer, on such a stream, whatever is decided."""
 
     @abstractmethod
     def run(self, call: RoutedCall) -> Tensor:

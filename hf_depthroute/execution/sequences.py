@@ -63,8 +63,7 @@ def decide_sequences(
 
 
 def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
-    """Keep the decision with the KV cache, if there is one that has none yet;
-    see `cache.remember`."""
+    """Keep the decision with a KV cache that has none yet; see `cache.remember`."""
     cache = None
     if not call.plan.training:
         cache = cache_of(call.kwargs)
@@ -137,8 +136,7 @@ def skip_sequences(call: RoutedCall) -> Tensor:
 
 
 def whole_sequences(value: object, rows: Tensor, batch: int) -> object:
-    """A layer's argument for the sequences `rows`; what broadcasts over the
-    batch stays as it is."""
+    """A layer's argument for the sequences `rows`; what broadcasts over the batch stays."""
     if isinstance(value, tuple):
         return tuple(whole_sequences(part, rows, batch) for part in value)
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] != batch or batch == 1:

@@ -116,8 +116,7 @@ class StepWeights:
 
 
 def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
-    """Changes whenever what an RMS norm on the CPU does;
-    None if that is more than its weight says."""
+    """Changes with what an RMS norm on the CPU does; None if that is more than its weight says."""
     weight = norm._parameters.get("weight")
     if weight is None or norm._modules or is_watched(norm):
         return None

@@ -86,8 +86,7 @@ class Fits:
         self._predicted: dict[int, torch.Tensor] = {}  # scores `[N]`, of the rows of all processes
 
     def round(self, first: bool) -> None:
-        """Fit every layer, the first time on the stream of the base,
-        then on that of the routed model."""
+        """Fit every layer, first on the stream of the base, then on that of the routed model."""
 
         def visit(index: int, calls: list[RoutedCall]) -> list[torch.Tensor]:
             rows = _Rows(calls[: self._fitted], self.walk.real[: self._fitted])

@@ -61,7 +61,7 @@ def standard_error(values_R: torch.Tensor) -> float | None:
 def tokens_and_losses(
     tokens: int, held_out: Batches, dense_R: torch.Tensor, loss_R: torch.Tensor
 ) -> dict[str, object]:
-    """What the record of every fit tells: tokens fitted on and held out, and the losses of these,
+    """The part of every fit's record: tokens fitted on and held out, and the losses of these,
     `[R]` each, of the dense and of the routed model."""
     return {
         "tokens": tokens,

@@ -221,8 +221,7 @@ def fit_on(branch: torch.nn.Module, rows: Rows, metric_dd: torch.Tensor | None) 
 
 
 def real_rows(streams: list[torch.Tensor], walk: LayerWalk) -> torch.Tensor:
-    """The real tokens of the streams `[B, T, d]` of each batch, `[N, d]`:
-    padding may be of any size."""
+    """The real tokens of each batch's streams `[B, T, d]`, `[N, d]`."""
     return torch.cat([h[real.to(h.device)] for h, real in zip(streams, walk.real, strict=True)])
 
 

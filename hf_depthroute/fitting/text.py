@@ -53,8 +53,7 @@ def tokens_to_fit(text: Batches, caller: str) -> int:
 
 
 def split(batches: Batches) -> tuple[Batches, Batches]:
-    """`(to fit on, held out)`: every fifth row is held out, of fewer the last;
-    one row alone is both."""
+    """`(to fit on, held out)`: every fifth row, of fewer the last; one row alone is both."""
     sizes = [len(batch["input_ids"]) for batch in batches]
     if sum(sizes) < 2:
         return batches, batches

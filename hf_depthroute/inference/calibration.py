@@ -304,8 +304,7 @@ def _budgeted_routings(model: nn.Module) -> list[Routing]:
 
 @contextmanager
 def use_selection(model: nn.Module, rule: str) -> Iterator[None]:
-    """Decide by `rule` ("topk" or "threshold") in training and inference alike,
-    inside the block."""
+    """Inside the block, decide by `rule` ("topk" or "threshold") in training and inference."""
     with state_of(model).override(selection=rule):
         yield
 

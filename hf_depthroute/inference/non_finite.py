@@ -62,8 +62,7 @@ def finite_logits(model: Any) -> Iterator[None]:
 
 
 def _up_to(passes: Sequence[torch.Tensor], last: int) -> torch.Tensor:
-    """The ids that the model had read by pass `last`; after the prompt,
-    each pass reads one token."""
+    """The ids read by pass `last`; after the prompt, each pass reads one token."""
     first = last
     while first > 0 and passes[first].shape[1] == 1:
         if passes[first - 1].shape[0] != passes[first].shape[0]:

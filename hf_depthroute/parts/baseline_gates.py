@@ -102,8 +102,7 @@ class SinkGate(Gate):
         return {"scores": size - self.log_bound.float()}
 
     def set_bound(self, stream_Nd: torch.Tensor) -> None:
-        """Half-way, on a logarithmic scale, between the sinks in the stream and
-        its other tokens."""
+        """Half-way, on a logarithmic scale, between the stream's sinks and other tokens."""
         sizes_N, sinks_N = norms_and_sinks(stream_Nd)
         sizes_N = rows_of_all(sizes_N)
         sinks_N = rows_of_all(sinks_N)

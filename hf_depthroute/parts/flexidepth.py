@@ -103,6 +103,5 @@ class SwiGLUBranch(LowRankBranch):
 
 
 def default_width(ffn_width: int) -> int:
-    """`r` where the configuration names none: a sixteenth of the FFN's width,
-    as in arXiv:2503.23798."""
+    """`r` where none is configured: a sixteenth of the FFN's width, as in arXiv:2503.23798."""
     return max(1, ffn_width // _REDUCTION)

@@ -76,8 +76,7 @@ class ScoreHead(nn.Linear):
         return torch.addmv(bias.expand(rows.shape[0]), rows, weight).view(x.shape[:-1])
 
     def for_decoding(self) -> TensorMap:
-        """The one score of each row, `[B, 1, features] -> [B]`,
-        with the weights as they are now."""
+        """The one score of each row, `[B, 1, features] -> [B]`, with the present weights."""
         weight = self.weight.detach().float().squeeze(0)
         if self.bias is None:
             return lambda x: torch.mv(x.float().view(-1, x.shape[-1]), weight)
@@ -180,8 +179,7 @@ class Gate(nn.Module, ABC):
                 reset_linear(linear, generator)
 
     def weights_per_token(self) -> int:
-        """Weights that one decision multiplies with, biases left out; here,
-        those of linear maps."""
+        """Weights that one decision multiplies with, without biases; here, of linear maps."""
         return sum(part.weight.numel() for part in self.children() if isinstance(part, nn.Linear))
 
     def connect(self, lm_head: LMHead) -> None:

@@ -248,8 +248,7 @@ def _hashes(config: MemorySizes, layer_index: int) -> tuple[list[list[int]], lis
 
 
 def _mixed(*numbers: int) -> int:
-    """64 bits that depend on all of the numbers: the finaliser of SplitMix64,
-    applied to each in turn."""
+    """64 bits that depend on all numbers: the finaliser of SplitMix64, applied to each in turn."""
     state = 0
     for number in numbers:
         state = (state ^ number) + 0x9E3779B97F4A7C15 & _BITS

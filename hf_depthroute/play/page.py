@@ -109,7 +109,7 @@ def make_page(
 
 
 class _Writer:
-    """What the page does when it is asked to write.
+    """The page's runs.
 
     A run that is stopped is left in the middle of a step, which still ends: one step at a time.
     """

@@ -103,8 +103,7 @@ def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tup
 
 
 def layers_run(trace: RouteTrace, depth: int) -> list[float]:
-    """How many of a model's `depth` layers ran in full for each token of a pass over
-    one text, `[T]`."""
+    """How many of `depth` layers ran in full for each token of a pass over one text, `[T]`."""
     runs = [record.mask[0].float().cpu() for record in trace.values()]
     shares = torch.stack([run if run.ndim == 1 else run.mean(-1) for run in runs])
     full: list[float] = (depth - len(runs) + shares.sum(0)).tolist()

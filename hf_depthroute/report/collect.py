@@ -51,8 +51,7 @@ class LayerScores:
     static: bool = False
 
     def quartiles(self) -> list[float | None]:
-        """Quartiles of the scores, read from the histogram: each bin's middle,
-        weighted by its count."""
+        """Quartiles of the scores, from the histogram: each bin's middle, weighted by its count."""
         bins = zip(self.edges, self.edges[1:], self.full, self.skipped)
         values = [
             (low + high) / 2 for low, high, full, skipped in bins for _ in range(full + skipped)
@@ -146,8 +145,7 @@ class RunReport:
         return {index: layer for index, layer in self.scores[number].items() if not layer.static}
 
     def share_full(self, number: int) -> float:
-        """The share of decisions at one budget that were for full,
-        mean over the layers with a gate."""
+        """The share of decisions for full at one budget, mean over the layers with a gate."""
         return statistics.fmean(layer.full_ratio for layer in self.gated(number).values())
 
     @property
@@ -229,8 +227,7 @@ def count_costs(
     batch_size: int,
     length: int,
 ) -> list[BudgetCost]:
-    """The cost of one prompt pass at the measured shares, all logits computed,
-    from `route_cost`."""
+    """The cost of one prompt pass at the measured shares, all logits computed."""
     size: dict[str, int] = {"batch_size": batch_size, "length": length, "logits_to_keep": length}
     costs = []
     for layers in scores:
@@ -341,8 +338,7 @@ def _set_budget(model: torch.nn.Module, budget: float) -> None:
 
 
 def _edges(scores: torch.Tensor) -> torch.Tensor:
-    """Borders of the bins: without the outermost 0.1 % on either side,
-    which the outer bins take in."""
+    """Borders of the bins; the outer ones take in the outermost 0.1 % on either side."""
     known = scores[scores.isfinite()]
     if not len(known):
         return torch.linspace(0, 1, BINS + 1)

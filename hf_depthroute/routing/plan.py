@@ -123,8 +123,7 @@ def plan_of(
     last_tokens: torch.Tensor | None,
     kept: dict[int, torch.Tensor] | None,
 ) -> RoutePlan | None:
-    """`Routing.plan`: the one that was made for the same settings and thresholds before,
-    or a new one."""
+    """`Routing.plan`: the one made for the same settings and thresholds before, or a new one."""
     name = routing.adapter()
     if name is None:
         return None

@@ -107,8 +107,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self._trained: frozenset[str] = frozenset()  # parameters that trained when it was disabled
 
     def extra_repr(self) -> str:
-        """Each adapter in one line of `print(model)`; the same in equal layers,
-        which fold into one."""
+        """Each adapter in one line of `print(model)`, the same in equal layers, which fold."""
         configs = ((name, self.config(name)) for name in self.depth_route_gate)
         return "\n".join(f"{name}: {routing_summary(c, self.layer_index)}" for name, c in configs)
 
@@ -283,8 +282,7 @@ class Routing(nn.Module, BaseTunerLayer):
         predicted: torch.Tensor | None = None,
         experts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`decision.decide`; a token that has left early stays out,
-        unless a replay says otherwise."""
+        """`decision.decide`; a token that left early stays out, unless a replay says otherwise."""
         mask, probs = decide(plan, self.layer_index, scores, token_mask, predicted, experts)
         if not plan.gate.exits:
             return mask, probs
@@ -296,8 +294,7 @@ class Routing(nn.Module, BaseTunerLayer):
         return mask, probs
 
     def _before(self, plan: RoutePlan) -> torch.Tensor | None:
-        """Bool `[B, T]`: tokens that had not left early before this layer;
-        None if none could have."""
+        """Bool `[B, T]`: tokens that had not left before this layer; None if none could have."""
         assert plan.kept is not None
         layer: Routing = self
         while before := layer._previous.get(plan.adapter):

@@ -120,8 +120,7 @@ class RouteTrace(Mapping[int, RouteRecord]):
         return f"RouteTrace(layers={list(self)})"
 
     def full_ratio(self) -> dict[int, float]:
-        """`{layer_index: fraction of real tokens that ran full}`;
-        0 where there are no real tokens."""
+        """`{layer_index: share of real tokens that ran full}`; 0 where there are none."""
         ratios = {}
         for index, record in self.items():
             real = record.real.sum()
@@ -134,8 +133,7 @@ class RouteTrace(Mapping[int, RouteRecord]):
         return RouteTrace(kept or self, self.routings)
 
     def positions(self, start: int, stop: int) -> RouteTrace:
-        """The part of the trace at positions `start:stop`,
-        to replay a longer run piece by piece."""
+        """The trace at positions `start:stop`, to replay a longer run piece by piece."""
 
         def cut(parts: list[torch.Tensor]) -> torch.Tensor:
             return parts[0][:, start:stop]

@@ -301,8 +301,7 @@ def _repeat_rows(value_B: torch.Tensor, batch: int, count: int) -> torch.Tensor:
 
 
 def _repeat(value: object, batch: int, count: int) -> object:
-    """A layer's argument for `count` times the batch;
-    what broadcasts over the batch stays as it is."""
+    """A layer's argument for `count` times the batch; what broadcasts over the batch stays."""
     if isinstance(value, tuple):
         return tuple(_repeat(part, batch, count) for part in value)
     if hasattr(value, "kv_num_blocks"):

@@ -206,8 +206,7 @@ def _chunked_cross_entropy(
     ignore_index: int,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, ...]:
-    """The sum of the cross-entropies, and its gradients where `wanted`;
-    elsewhere an empty tensor."""
+    """The sum of the cross-entropies, and its gradients where `wanted`, else empty tensors."""
     results = _results(hidden_Nd, weight_Vd, bias_V, wanted)
     total, grad_hidden_Nd, grad_weight_Vd, grad_bias_V = results
     counted_N = targets_N != ignore_index

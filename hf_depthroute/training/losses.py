@@ -325,8 +325,7 @@ def derangement(real_BT: torch.Tensor) -> torch.Tensor:
 
 
 def shuffled(values: torch.Tensor, real_BT: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`values` `[B, T, ...]` with the real tokens' rows permuted:
-    row `n` comes from row `source[n]`."""
+    """`values` `[B, T, ...]`, real tokens' rows permuted: row `n` comes from row `source[n]`."""
     values = values.clone()
     values[real_BT] = values[real_BT][source]
     return values

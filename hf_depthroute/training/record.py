@@ -85,8 +85,7 @@ def add_results(model: nn.Module, *results: object) -> None:
 
 
 def remember_training(model: nn.Module, training: Mapping[str, object]) -> None:
-    """Replace the record of the active adapter's training;
-    what was measured before is forgotten."""
+    """Replace the record of the active adapter's training; earlier results are forgotten."""
     run = _active(model)
     run.training = dict(training)
     run.results.clear()

@@ -18,8 +18,7 @@ from ..routing.trace import RouteTrace
 
 
 def token_mean(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Mean over real tokens per layer, `[C, ...] -> [C]`,
-    over all processes of a data-parallel group."""
+    """Mean over real tokens per layer, `[C, ...] -> [C]`, over all data-parallel processes."""
     total_C = (values * real).flatten(1).sum(dim=1)
     return mean_of_all(total_C, real.flatten(1).sum(dim=1).to(total_C.dtype))
 
@@ -51,8 +50,7 @@ def squared_depth(trace: RouteTrace) -> torch.Tensor:
 
 
 def gate_logits(trace: RouteTrace) -> torch.Tensor:
-    """`u / tau`, `[C, B, T]`: of a probability that has rounded to 0 or 1,
-    no gradient would be left."""
+    """`u / tau`, `[C, B, T]`: a probability rounded to 0 or 1 would have no gradient."""
     return stack([record.scores / record.temperature for record in trace.values()])
 
 
@@ -81,8 +79,7 @@ def stack(per_layer: list[torch.Tensor]) -> torch.Tensor:
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Cosine over the last dimension, in float32; fewer passes over memory than
-    `F.cosine_similarity`."""
+    """Cosine over the last dimension, in float32, in fewer passes than `F.cosine_similarity`."""
     a = a.float()
     b = b.float()
     return (a * b).sum(-1) * torch.rsqrt(((a * a).sum(-1) * (b * b).sum(-1)).clamp_min(1e-16))

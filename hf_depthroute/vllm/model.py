@@ -56,8 +56,7 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
         self._attach(settings, routings, prefix)
 
     def _attach(self, settings: Settings, routings: dict[int, Any], prefix: str) -> None:
-        """Put the routings next to the FFNs, and the operator's name for each layer
-        into vLLM's table."""
+        """Put the routings next to the FFNs, and each layer's operator into vLLM's table."""
         family = row_of(self.config)
         counts = {}
         if self.tp_group.rank_in_group == 0:
@@ -78,8 +77,7 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
             compilation.splitting_ops.append(OPERATOR)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """The base's weights; those of the adapter are there already,
-        and vLLM asks for all names."""
+        """The base's weights; the adapter's are there already, and vLLM asks for all names."""
         loaded: set[str] = super().load_weights(weights)
         return loaded | {name for name, _ in self.named_parameters() if f".{ROUTING}." in name}
 

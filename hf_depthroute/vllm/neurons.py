@@ -118,8 +118,7 @@ def _with_values(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
 def _stored(
     model: nn.Module, modules: Sequence[nn.Module], files: Sequence[Path], dtype: torch.dtype
 ) -> dict[nn.Module, dict[str, Tensor]]:
-    """The parameters of each module, by their names, from files that may leave out
-    the model's prefix."""
+    """Each module's parameters, by name, from files that may leave out the model's prefix."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     names = {module: name.removeprefix(prefix) for name, module in model.named_modules()}
     own = {

@@ -244,8 +244,7 @@ direct_register_custom_op("routed", _routed, fake_impl=_shape_only, target_lib=_
 
 
 def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`forward` of every swapped layer: the base's parts in the base's order,
-    around the operator."""
+    """`forward` of every swapped layer: the base's parts in its order, around the operator."""
     kwargs.update(zip(layer._argument_names, args))
     routing: Routing | None = layer._modules.get(ROUTING)
     if routing is None:

@@ -150,8 +150,7 @@ def _fastest(table: Sequence[Choice], trial: Trial) -> Choice:
 
 
 def half_of(rows: int, sequences: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Every other row, in the form that `rows.compact` leaves:
-    what block shapes are measured on."""
+    """Every other row, in the form of `rows.compact`: what block shapes are measured on."""
     index = torch.arange(rows, device=device, dtype=torch.int32) * 2 % max(1, rows - 1)
     count = torch.full((sequences,), (rows + 1) // 2, device=device, dtype=torch.int32)
     return index.expand(sequences, -1).contiguous(), count

@@ -23,8 +23,7 @@ def keep(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
 
 
 def through(dense: Callable[..., Tensor]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward pass of an operator whose inputs `keep` kept,
-    from the same operation on all rows."""
+    """The backward pass of an operator whose inputs `keep` kept, from the same on all rows."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [number for number, needs in enumerate(ctx.needs_input_grad) if needs]
@@ -92,6 +91,5 @@ def attend(
 
 
 def _chosen(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` with zeros in the rows that `mask`, its first dimensions, skips,
-    whatever stands there."""
+    """`x` with zeros in the rows that `mask`, its first dimensions, skips, whatever they hold."""
     return x.masked_fill(~mask.view(*mask.shape, *[1] * (x.ndim - mask.ndim)), 0)

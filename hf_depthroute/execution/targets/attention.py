@@ -105,8 +105,7 @@ class AttentionTarget(Target):
         return torch.where(call.mask[..., None], after, call.cheap())
 
     def rest_by_rows(self, call: RoutedCall, after: Tensor) -> Tensor:
-        """`rest` for the rows in the mask, `[B, T, d]`;
-        what stands in the other rows does not matter."""
+        """`rest` for the rows in the mask, `[B, T, d]`; the other rows do not matter."""
         return after
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:

@@ -48,8 +48,7 @@ class FFNTarget(Target):
         return call.stream + ffn_map(call.layer, call.family)(call.norm())
 
     def gathered(self, call: RoutedCall) -> Tensor:
-        """As `Target.gathered`; where the norm is not known yet,
-        only the rows that run are normed."""
+        """As `Target.gathered`; where no norm is known yet, only the rows that run are normed."""
         router = None
         if is_recorded(ROUTER_LOGITS):
             router = router_of(call.layer, call.family)
@@ -99,8 +98,7 @@ def runs_by_rows(call: RoutedCall) -> bool:
 
 
 def ffn_rows(call: RoutedCall, stream: Tensor, normed: Tensor, scale: Tensor | None) -> Tensor:
-    """`stream + scale * ffn(normed)` at the tokens of the mask, `stream` at the others,
-    `[B, T, d]`."""
+    """`stream + scale * ffn(normed)` at the mask's tokens, `stream` at the others, `[B, T, d]`."""
     ffn: Any = getattr(call.layer, call.family.ffn)
     rows, x = (part.reshape(-1, part.shape[-1]) for part in (stream, normed))
     weights = ffn.gate_proj.weight, ffn.up_proj.weight, ffn.down_proj.weight
