@@ -52,10 +52,8 @@ class EvalOptions(o.TextOptions, o.AdapterOptions):
     budgets: o.Budgets = "0.25,0.5,0.75"
     phases: Annotated[
         str | None,
-        (
-            "all, or prefill (only prompts are routed, the loss is of what follows). Default: the "
-            "adapter's."
-        ),
+        "all, or prefill (only prompts are routed, the loss is of what follows). Default: the "
+        "adapter's.",
     ] = None
     calibrate_on: Annotated[
         str | None, "Split to calibrate every budget on. Default: the adapter's own thresholds."

@@ -36,10 +36,8 @@ class FitOptions(o.TextOptions, o.BaseOptions):
     ] = "flops"
     phases: Annotated[
         str,
-        (
-            "What is routed: all, or prefill: prompts only, by static layers; what is skipped "
-            "there is found, too."
-        ),
+        "What is routed: all, or prefill: prompts only, by static layers; what is skipped "
+        "there is found, too.",
     ] = "all"
     prompt_length: Annotated[
         int | None,

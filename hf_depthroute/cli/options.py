@@ -334,10 +334,8 @@ Budgets = Annotated[
 ]
 Budget = Annotated[
     float | None,
-    (
-        "Share of tokens that runs in full in the layers with a gate, in (0, 1]. Default: the "
-        "adapter's."
-    ),
+    "Share of tokens that runs in full in the layers with a gate, in (0, 1]. Default: the "
+    "adapter's.",
 ]
 Phases = Annotated[
     str | None, "What is routed: all, or prefill (prompts only). Default: the adapter's."

@@ -37,10 +37,8 @@ class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions
     adapter_option: o.OldAdapter = None
     init: Annotated[
         str,
-        (
-            "What a new adapter starts from: random, or fit, which fits it to --calibration-blocks "
-            "of the text first."
-        ),
+        "What a new adapter starts from: random, or fit, which fits it to --calibration-blocks "
+        "of the text first.",
     ] = "random"
     preset: Annotated[
         str | None, "A published method, such as router-tuning; options given with it override it."

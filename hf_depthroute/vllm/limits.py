@@ -187,10 +187,8 @@ def check_engine(vllm_config: Any) -> None:
         ),
         "--speculative-config": (
             vllm_config.speculative_config is not None,
-            (
-                "the rows of rejected tokens would be routed and counted; "
-                "hf_depthroute.lossless_generate drafts itself"
-            ),
+            "the rows of rejected tokens would be routed and counted; "
+            "hf_depthroute.lossless_generate drafts itself",
         ),
         "--enable-lora": (
             vllm_config.lora_config is not None,
