@@ -76,11 +76,8 @@ def save_whole(
             folder's lock.
         ValueError: `safe_serialization=False`.
     """
-    routed = [
-        c
-        for c in model.peft_config.values()
-        if str(getattr(c.peft_type, "value", c.peft_type)) == PEFT_TYPE
-    ]
+    configs = model.peft_config.values()
+    routed = [c for c in configs if str(getattr(c.peft_type, "value", c.peft_type)) == PEFT_TYPE]
     folder = Path(save_directory)
     if not routed or not kwargs.get("is_main_process", True) or folder.is_file():
         save(model, save_directory, safe_serialization, *args, **kwargs)

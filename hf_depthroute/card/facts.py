@@ -136,16 +136,10 @@ def holds_adapter(folder: Path) -> bool:
 
 
 def _adapters(folder: Path) -> dict[Path, str]:
-    """Folders of adapters, with the name of their method: `folder` itself,
-    then those right in it."""
-    found = {}
-    for place in (
-        folder,
-        *sorted(p for p in folder.glob("*/") if not p.name.startswith((".", "checkpoint-"))),
-    ):
-        if (place / CONFIG_NAME).is_file():
-            found[place] = str(read_config(place / CONFIG_NAME).get("peft_type"))[:40]
-    return found
+    """Folders of adapters, with the name of their method: `folder`, then those right in it."""
+    inside = (p for p in folder.glob("*/") if not p.name.startswith((".", "checkpoint-")))
+    places = [place for place in (folder, *sorted(inside)) if (place / CONFIG_NAME).is_file()]
+    return {place: str(read_config(place / CONFIG_NAME).get("peft_type"))[:40] for place in places}
 
 
 def _thresholds(

@@ -196,11 +196,8 @@ def link_model(base: Path, adapter: Path, folder: Path, code: bool = False) -> N
     from .loading import ADAPTER_FILES
 
     folder.mkdir(parents=True)
-    files = {
-        file.name: file
-        for file in base.iterdir()
-        if file.is_file() and (code or file.suffix != ".py")
-    }
+    there = [file for file in base.iterdir() if file.is_file()]
+    files = {file.name: file for file in there if code or file.suffix != ".py"}
     for name, file in (files | {name: adapter / name for name in ADAPTER_FILES}).items():
         (folder / name).symlink_to(file.resolve())
 

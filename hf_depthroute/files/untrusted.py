@@ -87,11 +87,8 @@ def place_of(path: Path, folder: Path) -> Path:
         raise RefusedFileError(
             f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
-    blobs = [
-        snapshots.parent / "blobs"
-        for snapshots in (root, *root.parents)
-        if snapshots.name == "snapshots"
-    ]
+    folders = (root, *root.parents)
+    blobs = [folder.parent / "blobs" for folder in folders if folder.name == "snapshots"]
     if not place.is_relative_to(root) and place.parent not in blobs:
         raise RefusedFileError(f"{path}: is a link out of its folder; put a copy of the file there")
     return place

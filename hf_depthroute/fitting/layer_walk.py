@@ -50,12 +50,10 @@ class LayerWalk:
         self._text = [(batch["input_ids"], document_starts(batch)) for batch in batches]
         self._first: list[torch.Tensor] = []
         self._given: list[list[dict[str, Any]]] = []
-        handles = [
-            layer.register_forward_pre_hook(
-                of_this_thread(partial(self._note, index)), with_kwargs=True
-            )
-            for index, layer in enumerate(self.layers)
-        ]
+        handles = []
+        for index, layer in enumerate(self.layers):
+            note = of_this_thread(partial(self._note, index))
+            handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
         with hooked(handles), full_depth(model), torch.no_grad(), _passed_through(self.layers):
             for batch in batches:
                 self._given.append([])

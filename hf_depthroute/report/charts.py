@@ -109,11 +109,8 @@ class Chart:
         part.tag = part.tag.rpartition("}")[2]
         style = part.attrib.pop("style", "")
         part.attrib.pop("clip-path", None)
-        part.attrib |= {
-            name.rpartition("}")[2]: part.attrib.pop(name)
-            for name in list(part.attrib)
-            if "}" in name
-        }
+        for name in [name for name in part.attrib if "}" in name]:
+            part.attrib[name.rpartition("}")[2]] = part.attrib.pop(name)
         if part.tag == "text":
             part.set("class", "label")
             anchor = re.search(r"text-anchor: (\w+)", style)

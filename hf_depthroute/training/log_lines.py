@@ -99,11 +99,8 @@ def log_line(
             mean = f", mean loss {_number(logs['train_loss'])}"
         time_taken = duration(logs["train_runtime"])
         return f"trained {step} steps in {time_taken} ({_number(speed)} steps/s){mean}"
-    rest = {
-        name: value
-        for name, value in logs.items()
-        if name not in _NOT_SHOWN and "/layer_" not in name
-    }
+    shown = [name for name in logs if name not in _NOT_SHOWN and "/layer_" not in name]
+    rest = {name: logs[name] for name in shown}
     parts = [f"step {step:>{len(str(steps))}}/{steps}"]
     if "loss" in rest:
         parts.append(f"loss {_number(rest.pop('loss'))}")

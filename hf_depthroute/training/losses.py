@@ -301,12 +301,10 @@ def routing_losses(
 
 def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
     """The scope of the budget: every layer, or their mean."""
-    active = (
-        routing.active_config()
-        for routing in inputs.trace.routings
-        if routing.layer_index in inputs.trace
-    )
-    scope = inputs.budget_scope or next((config.budget_scope for config in active), "layer")
+    held = [routing for routing in inputs.trace.routings if routing.layer_index in inputs.trace]
+    scope = inputs.budget_scope or "layer"
+    if held and not inputs.budget_scope:
+        scope = held[0].active_config().budget_scope
     if scope == "global":
         return per_layer_C.mean()
     return per_layer_C

@@ -96,12 +96,8 @@ class RoutingObjective:
             prefix = None
             if a.forks():
                 prefix = watchers.enter_context(observe_prefix(self.model))
-            watches = dict.fromkeys(row.observe for row in rows)
-            seen = {
-                watch: watchers.enter_context(watch(self.model))
-                for watch in watches
-                if watch is not None
-            }
+            watches = dict.fromkeys(row.observe for row in rows if row.observe is not None)
+            seen = {watch: watchers.enter_context(watch(self.model)) for watch in watches}
             yield LossInputs(
                 trace,
                 alive_min=a.alive_min,
@@ -349,15 +345,10 @@ def _without_input_gradients(model: nn.Module) -> Iterator[None]:
     once more and be differentiated for nothing.
     """
     decoder = stack_of(model).decoder
-    functions = (
-        getattr(module, "_gradient_checkpointing_func", None)
-        for module in decoder.modules()
-        if getattr(module, "gradient_checkpointing", False)
-    )
-    reentrant = (
-        getattr(function, "keywords", {}).get("use_reentrant") is not False
-        for function in functions
-    )
+    parts = [part for part in decoder.modules() if getattr(part, "gradient_checkpointing", False)]
+    functions = [getattr(part, "_gradient_checkpointing_func", None) for part in parts]
+    keywords = [getattr(function, "keywords", {}) for function in functions]
+    reentrant = [given.get("use_reentrant") is not False for given in keywords]
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is None or not embeddings._forward_hooks or any(reentrant):
         yield
