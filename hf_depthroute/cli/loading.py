@@ -47,7 +47,9 @@ def load_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig:
         if trusts_remote_code():
             names = ", ".join(code_repositories(model))
             say(f"--trust-remote-code: code of {names} may run", sys.stderr)
-        config = transformers.AutoConfig.from_pretrained(model, **_from(gguf_file))
+        config = transformers.AutoConfig.from_pretrained(
+            model, trust_remote_code=trusts_remote_code(), **_named(gguf_file)
+        )
     with refused(f"model {model}: ", UnsupportedModelError):
         row_of(config)
     if text_config(config) is not config:
@@ -58,12 +60,11 @@ def load_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig:
     return config
 
 
-def _from(gguf_file: str | None) -> dict[str, Any]:
-    """Arguments of the base's `from_pretrained`."""
-    trust = {"trust_remote_code": trusts_remote_code()}
+def _named(gguf_file: str | None) -> dict[str, Any]:
+    """The keyword of `from_pretrained` for a GGUF file, if there is one."""
     if gguf_file is None:
-        return trust
-    return trust | {"gguf_file": gguf_file}
+        return {}
+    return {"gguf_file": gguf_file}
 
 
 def load_adapter_config(adapter: str) -> DepthRouteConfig:
@@ -205,8 +206,9 @@ class Source:
         what = f"tokenizer of {self.base}"
         size = self.base_config.vocab_size
         with explained(what, self.base):
-            how = _from(self.gguf_file)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.base, **how)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                self.base, trust_remote_code=trusts_remote_code(), **_named(self.gguf_file)
+            )
         if len(tokenizer) == 0:
             raise CliError(
                 f"{what}: it is empty; are tokenizer.json and tokenizer_config.json there?"
@@ -233,7 +235,9 @@ class Source:
         from ..base.gguf import load_dequantised
 
         dtype = self.options.dtype
-        how = _from(None) | {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+        if dtype != "auto":
+            dtype = getattr(torch, dtype)
+        how = {"dtype": dtype, "trust_remote_code": trusts_remote_code()}
         load: Any = transformers.AutoModelForCausalLM.from_pretrained
         with explained(f"model {self.base}", self.base):
             if self.gguf_file is None:
