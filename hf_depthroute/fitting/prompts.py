@@ -114,11 +114,7 @@ def fit_prompts(
     _check_wanted(keep, keep_of, length)
     check_head(model, "fit_prompts")
     given = config or DepthRouteConfig(layers="all", phases="prefill")
-    for name in _FOUND:
-        if (value := getattr(given, name)) != getattr(RoutingFields, name):
-            raise ConfigError(
-                f"{name}={value!r}: of prompts it is found for every layer; leave it out"
-            )
+    _check_not_found(given)
     text, held_out = split(list(model_inputs(model, batches)))
     tail = given.prompt_tail or max(1, min(_TAIL, prompt_length(text) // 4))
     given = replace(given, prompt_tail=tail)
@@ -188,6 +184,16 @@ def _check_wanted(keep: float, keep_of: str, length: int | None) -> None:
         raise ConfigError(f"keep_of={keep_of!r} must be one of: {', '.join(KEEP_OF)}")
     if length is not None and length < 1:
         raise ConfigError(f"length={length} must be at least 1, the tokens of a prompt")
+
+
+def _check_not_found(config: DepthRouteConfig) -> None:
+    """`ConfigError` where a field is given that the fit finds."""
+    for name in _FOUND:
+        value = getattr(config, name)
+        if value != getattr(RoutingFields, name):
+            raise ConfigError(
+                f"{name}={value!r}: of prompts it is found for every layer; leave it out"
+            )
 
 
 def _prompt_of(text: Batches, length: int) -> torch.Tensor:
@@ -265,13 +271,11 @@ def _refit(
         gate: Any = routing.depth_route_gate[routing.active_name()]
         gate.set_bound(real_rows([call.stream for call in calls], walk))
         skipped = [mask & (gate(call.stream)["scores"] < 0) for call, mask in zip(calls, cheap)]
-        r2[index] = fit_on(
-            branch, rows_of(branch, list(zip(calls, wanted_fulls)), walk.real), metrics[index]
-        )
-        states = [
-            call.finish(torch.where(mask[..., None], call.cheap(), call.full()))
-            for call, mask in zip(calls, skipped)
-        ]
+        pairs = list(zip(calls, wanted_fulls))
+        r2[index] = fit_on(branch, rows_of(branch, pairs, walk.real), metrics[index])
+        states = []
+        for call, mask in zip(calls, skipped):
+            states.append(call.finish(torch.where(mask[..., None], call.cheap(), call.full())))
         dense = [call.finish(full) for call, full in zip(wanted, wanted_fulls)]
     return r2
 

@@ -190,17 +190,10 @@ def make_plan(
     settings = routing.state.settings
     state = routing.state
     budget = state.budget(asked.budget, training)
-    threshold: torch.Tensor | float = -torch.inf
-    if asked.fixed_threshold is not None:
-        threshold = asked.fixed_threshold
-    elif budget < 1.0 and name in routing.depth_route_controller and settings.budget is None:
-        threshold = cast(BudgetController, routing.depth_route_controller[name]).threshold.clone()
-    elif budget < 1.0:
-        threshold = cast(ScoreQuantiles, routing.depth_route_quantiles[name])(budget)
-    replay = settings.replay
+    threshold = _threshold_of(routing, name, asked, budget)
     replayed = None
-    if replay is not None:
-        replayed = replay.get(routing.layer_index)
+    if settings.replay is not None:
+        replayed = settings.replay.get(routing.layer_index)
     gate = GATES[config.gate_of(routing.layer_index)]
     target = TARGETS[config.target_of(routing.layer_index)]
     rule = _rule_of(gate, config, settings.selection, training)
@@ -238,6 +231,17 @@ def make_plan(
         executor=executor,
         training=training,
     )
+
+
+def _threshold_of(routing: Routing, name: str, asked: Asked, budget: float) -> torch.Tensor | float:
+    """The score that inference compares with: fixed, the controller's or the table's."""
+    if asked.fixed_threshold is not None:
+        return asked.fixed_threshold
+    if budget >= 1.0:
+        return -torch.inf
+    if name in routing.depth_route_controller and routing.state.settings.budget is None:
+        return cast(BudgetController, routing.depth_route_controller[name]).threshold.clone()
+    return cast(ScoreQuantiles, routing.depth_route_quantiles[name])(budget)
 
 
 def _rule_of(
