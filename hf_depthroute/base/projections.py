@@ -111,14 +111,19 @@ def _by_heads(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Ten
     if names == "qkv":
         queries, keys, values = fused(x).unflatten(-1, (-1, 3, width)).unbind(-2)
         return queries.flatten(-2), keys, values
-    start, stop = (0, 1) if names == "q" else (1, 3)
+    start = 0
+    count = 1
+    if names != "q":
+        start = 1
+        count = 2
+    columns = slice(start * width, (start + count) * width)
     rows = x.reshape(1, -1, x.shape[-1])
     # [H, n k, d], a view
-    weight = fused.weight.view(-1, 3 * width, x.shape[-1])[:, start * width : stop * width]
+    weight = fused.weight.view(-1, 3 * width, x.shape[-1])[:, columns]
     part = torch.bmm(rows.expand(len(weight), -1, -1), weight.transpose(1, 2)).transpose(0, 1)
     if fused.bias is not None:
-        part = part + fused.bias.view(-1, 3 * width)[:, start * width : stop * width]
-    part = part.reshape(*x.shape[:-1], -1, stop - start, width)
+        part = part + fused.bias.view(-1, 3 * width)[:, columns]
+    part = part.reshape(*x.shape[:-1], -1, count, width)
     if names == "q":
         return [part.flatten(-3)]
     return part.unbind(-2)

@@ -117,8 +117,12 @@ class _Runs:
         with self.variants.using(name) as model:
             call = as_run(model, mode)
             cache = self._cache(name, mode, model)
-            start, length = (self.case.length, 1) if self.case.decoded else (0, self.case.length)
-            tokens = self.input_ids[:, start:].split(length, dim=1)
+            start = 0
+            step = self.case.length
+            if self.case.decoded:
+                start = self.case.length
+                step = 1
+            tokens = self.input_ids[:, start:].split(step, dim=1)
             kept = self.case.pass_sizes()["logits"]
 
             def run() -> None:

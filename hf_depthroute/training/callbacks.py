@@ -198,8 +198,10 @@ def routed_loss(
     asks = return_outputs or is_standard(plain)
     with objective.watching() as watched, _as_deployed(trainer, objective.model), served:
         with fused or nullcontext():
-            found = plain(model, inputs, asks, num_items_in_batch)
-        lm, outputs = found if asks else (found, None)
+            lm = plain(model, inputs, asks, num_items_in_batch)
+        outputs = None
+        if asks:
+            lm, outputs = lm
         seen = any(record.probs.requires_grad for record in watched.trace.values())
         if lm.requires_grad and not seen and _trains_routers(active_routings(objective.model)):
             raise ValueError(
