@@ -15,12 +15,8 @@ from ..config.adapter import ConfigError
 from ..parts.gates import GATES
 from ..routing.stack import routed_stack
 
-_BY_PARTS = (
-    "prefill_chunk_size",
-    "prompt_lookup_num_tokens",
-    "assistant_early_exit",
-    "assistant_model",
-)
+_DRAFTING = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
+_BY_PARTS = ("prefill_chunk_size", *_DRAFTING)
 
 
 def checked_generate(generate: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +43,7 @@ def check_generation(
     Raises:
         ConfigError: Whole sequences are routed, and their decision would be made on a part of the
             prompt, on drafted tokens, or without a KV cache again at every step; or prompts alone
-            are, and without a cache what was generated is read as one.
+            are, and drafted tokens, or without a cache all that was generated, are read as one.
     """
     stack = routed_stack(model)
     if stack is None:
@@ -70,6 +66,13 @@ def check_generation(
                 raise ConfigError(
                     f"{name}: granularity='sequence' decides once, about the prompt whole and alone"
                 )
+    prompts_alone = any(config.phases == "prefill" for config in configs)
+    for name in _DRAFTING if prompts_alone else ():
+        if given[name] is not None:
+            raise ConfigError(
+                f"{name}: several drafted tokens are verified in one pass, the first ones with the "
+                "prompt, and phases='prefill' would route them as a prompt; leave it out"
+            )
     if given["use_cache"] is not False:
         return
     if any(c.granularity == "sequence" and not GATES[c.gate].static for c in configs):
@@ -77,7 +80,7 @@ def check_generation(
             "use_cache=False: granularity='sequence' decides once, and the KV cache keeps the "
             "decision; leave use_cache on"
         )
-    if any(config.phases == "prefill" for config in configs):
+    if prompts_alone:
         raise ConfigError(
             "use_cache=False: phases='prefill' tells a prompt from generated tokens by the KV cache"
         )

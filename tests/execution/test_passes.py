@@ -85,6 +85,16 @@ def test_prompts_alone_are_told_from_text_by_the_cache() -> None:
         model.generate(input_ids=ids, max_new_tokens=2, use_cache=False)
 
 
+def test_drafted_tokens_are_not_read_as_a_prompt() -> None:
+    """The first ones are verified in one pass with the prompt, whose end they would be."""
+    model, ids = build_routed("llama", "mlp", phases="prefill", prompt_tail=4), tokens(1, PROMPT)
+    for option in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": build_base("llama")}):
+        with pytest.raises(ConfigError, match=f"{next(iter(option))}: several drafted tokens"):
+            model.generate(input_ids=ids, max_new_tokens=2, **option)
+        with model.disable_adapter():
+            model.generate(input_ids=ids, max_new_tokens=2, **option)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
     "fields", [{}, {"phases": "prefill"}, {"granularity": "sequence"}, {"causal_rule": "running"}]
