@@ -97,15 +97,12 @@ def _refuse_padding(words: Sequence[str]) -> None:
 
 
 def _file_settings(path: str | None) -> dict[str, Any]:
-    """The settings in lm-eval's YAML file, read as lm-eval does; `{}` if it cannot be read."""
-    import yaml
+    """The settings in lm-eval's YAML file; `{}` if there is none."""
+    from ..files.strict_yaml import YamlError, read_mapping
 
-    if path is None:
+    if path is None or not Path(path).is_file():  # lm-eval says what is missing
         return {}
     try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    if isinstance(content, dict):
-        return content
-    return {}
+        return read_mapping(Path(path))
+    except YamlError as error:
+        raise CliError(f"--config: {error}") from error

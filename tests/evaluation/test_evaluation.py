@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from models import build_base, build_routed, tokens
+from models import build_base, build_routed, decoder_layers, tokens
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 
 from hf_depthroute import record_routes, set_budget
@@ -205,9 +205,15 @@ def test_the_adapter_is_left_as_it_was(model: PeftModel, calibrated: bool) -> No
 
 def test_the_adapter_is_left_as_it_was_after_an_error(model: PeftModel) -> None:
     before = state(model)
-    broken = batch(1, 4) | {"input_ids": torch.full((1, 4), 10_000)}
+    passes = iter(range(2))
+
+    def fail_at_the_third(*args: object) -> None:
+        if next(passes, None) is None:
+            raise IndexError
+
+    decoder_layers(model)[-1].register_forward_pre_hook(fail_at_the_third)
     with pytest.raises(IndexError):
-        evaluate_budgets(model, [batch(1, 4)], [batch(4, 8), broken], [0.25])
+        evaluate_budgets(model, [batch(1, 4)], [batch(4, 8)] * 4, [0.25])
     assert state(model) == before
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import GATES, build_base, build_routed, logits, tokens
+from models import GATES, build_base, build_routed, decoder_layers, logits, tokens
 from peft import PeftModel
 from shares import run_ratio, text_batches
 from torch.utils.data import DataLoader
@@ -554,8 +554,13 @@ def test_a_budget_out_of_range_is_refused(budget: object) -> None:
 
 def test_calibrate_restores_the_model_when_a_forward_pass_fails() -> None:
     model = build_routed("llama").train()
+
+    def fail(*args: object) -> None:
+        raise IndexError
+
+    decoder_layers(model)[-1].register_forward_pre_hook(fail)
     with pytest.raises(IndexError):
-        calibrate(model, [{"input_ids": torch.tensor([[10**6]])}], 0.5)
+        calibrate(model, text_batches(), 0.5)
     assert model.training
     for routing in routings_of(model):
         assert routing.state.settings == RunSettings()
