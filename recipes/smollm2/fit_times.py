@@ -58,8 +58,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     if args.out.exists():
         found = json.loads(args.out.read_text())
-    for dtype in (torch.bfloat16, torch.float32):
-        for name, fit in FITS.items():
+    for name, fit in FITS.items():
+        for dtype in (torch.bfloat16, torch.float32):
             part = f"{name}, {str(dtype).removeprefix('torch.')}"
             if part in found:
                 continue

@@ -155,7 +155,7 @@ def test_the_parts_of_a_fit_are_timed(
     fit_times.main()
     found = json.loads(out.read_text(encoding="utf-8"))
     kinds = ("prompts", "all tokens")
-    assert list(found) == [f"{kind}, {d}" for d in ("bfloat16", "float32") for kind in kinds]
+    assert list(found) == [f"{kind}, {d}" for kind in kinds for d in ("bfloat16", "float32")]
     for fit in found.values():
         assert 0 < sum(fit["seconds_of"].values()) <= fit["seconds"] + 1
     fit_times.main()
