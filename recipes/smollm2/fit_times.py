@@ -4,7 +4,7 @@
 
 Prompts with a share of the measured time, and all tokens; 16,384 tokens each. Nothing else may run
 on the machine. Every fit is written to `fit-times.json` as it ends; a second run makes what is
-missing. One fit each: seconds differ by a tenth from one to the next.
+missing. One fit each.
 """
 
 from __future__ import annotations
