@@ -265,12 +265,16 @@ def unchanged_on_error(model: nn.Module, adapter_name: str = "default") -> Itera
 
 
 def kept_trained(model: nn.Module) -> Callable[[], None]:
-    """A function that lets those parameters train again that train now, and no others."""
+    """A function that lets those parameters train again that train now, and no others; where
+    routing is turned off, those that train once it is on again."""
     trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    later = [(module, module.trained) for module in model.modules() if isinstance(module, Routing)]
 
     def restore() -> None:
         for parameter, trained in trains:
             parameter.requires_grad_(trained)
+        for routing, names in later:
+            routing.trained = names
 
     return restore
 

@@ -107,6 +107,16 @@ def set_copies(model: nn.Module, routed: set[str], active: list[str], inference_
             module.set_adapter(used, inference_mode=inference_mode)
 
 
+def copies_that_train(model: nn.Module, names: set[str]) -> list[tuple[nn.Parameter, bool]]:
+    """The parameters of the copies that the adapters `names` have, and whether each trains."""
+    return [
+        (parameter, parameter.requires_grad)
+        for module in model.modules()
+        if isinstance(module, AuxiliaryTrainingWrapper) and not names.isdisjoint(module._adapters)
+        for parameter in module.parameters()
+    ]
+
+
 @contextmanager
 def without_copies(model: nn.Module, adapter_name: str) -> Iterator[None]:
     """Inside the block the base's own modules run where adapter `adapter_name` has copies;

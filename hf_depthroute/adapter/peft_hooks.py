@@ -151,7 +151,7 @@ def _from_pretrained(
     def read() -> Any:
         with (
             _kept_where_it_is(model, model_id, kwargs),
-            _for_files(config, model_id, model, kwargs),
+            _vouched_by_files(config, model_id, model, kwargs),
         ):
             return make(cls, model, model_id, adapter_name, *args, **kwargs)
 
@@ -159,7 +159,7 @@ def _from_pretrained(
 
 
 @contextmanager
-def _for_files(
+def _vouched_by_files(
     config: object, source: object, base: nn.Module, kwargs: Mapping[str, object]
 ) -> Iterator[None]:
     """Inside the block `config`, which a caller gives for the weights in `source`,
@@ -171,7 +171,13 @@ def _for_files(
         return
     hub = {name: kwargs[name] for name in HUB if name in kwargs}
     before = config.weights_hash
-    config.weights_hash = _check_reload(source, config, base, hub, given=True).weights_hash
+    try:
+        config.weights_hash = _check_reload(source, config, base, hub, given=True).weights_hash
+    except (ConfigError, AdapterMismatchError):
+        raise
+    except ValueError:  # the Hub has the weights alone
+        yield
+        return
     try:
         yield
     finally:

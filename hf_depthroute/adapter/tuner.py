@@ -40,7 +40,7 @@ from .loading import (
     unguard,
     without_adapter_name,
 )
-from .modules_to_save import copy_modules, set_copies, unwrap
+from .modules_to_save import copies_that_train, copy_modules, set_copies, unwrap
 from .peft_hooks import install
 from .source import check_tables, current_load
 from .tasks import for_task, make_for_task
@@ -91,6 +91,7 @@ class DepthRouteModel(BaseTuner):
 
     prefix = PREFIX
     tuner_layer_cls = Routing
+    _copies_train: list[tuple[nn.Parameter, bool]] | None = None  # while the adapters are off
 
     def __init__(
         self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any
@@ -250,6 +251,20 @@ class DepthRouteModel(BaseTuner):
             "a depth-routed adapter cannot be merged: routing depends on the input. "
             "Use unload() to get the base model back"
         )
+
+    def disable_adapter_layers(self) -> None:
+        """Turn the adapters off; which of the base modules' copies train is remembered."""
+        if self._copies_train is None:
+            self._copies_train = copies_that_train(self.model, set(self.peft_config))
+        super().disable_adapter_layers()
+
+    def enable_adapter_layers(self) -> None:
+        """Turn the adapters on again; PEFT makes copies train that did not, here they go on as
+        before."""
+        super().enable_adapter_layers()
+        for parameter, trained in self._copies_train or ():
+            parameter.requires_grad_(trained)
+        self._copies_train = None
 
     def merge_adapter(self, *args: object, **kwargs: object) -> None:
         self.merge_and_unload()

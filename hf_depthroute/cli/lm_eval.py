@@ -97,7 +97,7 @@ def _refuse_padding(words: Sequence[str]) -> None:
 
 
 def _file_settings(path: str | None) -> dict[str, Any]:
-    """The settings in lm-eval's YAML file; `{}` if there is none."""
+    """The settings in lm-eval's YAML file; `{}` if there is none, or none about an adapter."""
     from ..files.strict_yaml import YamlError, read_mapping
 
     if path is None or not Path(path).is_file():  # lm-eval says what is missing
@@ -105,4 +105,6 @@ def _file_settings(path: str | None) -> dict[str, Any]:
     try:
         return read_mapping(Path(path))
     except YamlError as error:
+        if not _PEFT.search(Path(path).read_bytes().decode(errors="replace")):
+            return {}
         raise CliError(f"--config: {error}") from error

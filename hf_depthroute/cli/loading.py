@@ -48,7 +48,7 @@ def load_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig:
             names = ", ".join(code_repositories(model))
             say(f"--trust-remote-code: code of {names} may run", sys.stderr)
         config = transformers.AutoConfig.from_pretrained(
-            model, trust_remote_code=trusts_remote_code(), **_named(gguf_file)
+            model, trust_remote_code=trusts_remote_code(), **_gguf_keyword(gguf_file)
         )
     with refused(f"model {model}: ", UnsupportedModelError):
         row_of(config)
@@ -60,7 +60,7 @@ def load_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig:
     return config
 
 
-def _named(gguf_file: str | None) -> dict[str, Any]:
+def _gguf_keyword(gguf_file: str | None) -> dict[str, Any]:
     """The keyword of `from_pretrained` for a GGUF file, if there is one."""
     if gguf_file is None:
         return {}
@@ -207,7 +207,7 @@ class Source:
         size = self.base_config.vocab_size
         with explained(what, self.base):
             tokenizer = transformers.AutoTokenizer.from_pretrained(
-                self.base, trust_remote_code=trusts_remote_code(), **_named(self.gguf_file)
+                self.base, trust_remote_code=trusts_remote_code(), **_gguf_keyword(self.gguf_file)
             )
         if len(tokenizer) == 0:
             raise CliError(

@@ -321,7 +321,11 @@ def _fitted(run: Run, base: torch.nn.Module, checkpoint: Path | None) -> PeftMod
     saved = loading.load_adapter_config(str(checkpoint))
     record = read_training(checkpoint)
     fit: Any = record.get("fit")
-    if fit is None or fit["keep"] != keep or sorted(map(int, fit["layers"])) != layers:
+    try:
+        same = fit["keep"] == keep and sorted(map(int, fit["layers"])) == layers
+    except (KeyError, TypeError, ValueError):  # no record of a fit
+        same = False
+    if not same:
         raise CliError(
             f"--resume: {checkpoint} was not trained from a fit of this --budget and --layers"
         )

@@ -7,7 +7,7 @@ Shapes: B batch, T positions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ def model_inputs(model: nn.Module, batches: Iterable[object]) -> Iterator[dict[s
             table of positions, more positions than the model's tables.
     """
     device = device_of(model)
+    tables = _tables_of(model)
     for number, batch in enumerate([batches] if isinstance(batches, Mapping) else batches):
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             held = type(batch).__name__
@@ -62,59 +63,62 @@ def model_inputs(model: nn.Module, batches: Iterable[object]) -> Iterator[dict[s
                     f"batch {number} has packed rows of different lengths: transformers tells "
                     "documents apart only in rows without padding; cut them to one length"
                 )
-        found = {name: _rows(name, value).to(device) for name, value in inputs.items()}
+        rows = {name: _rows(name, value) for name, value in inputs.items()}
+        _check_tables(tables, number, rows)
+        found = {name: value.to(device) for name, value in rows.items()}
         if "position_ids" in found:  # one row of them may stand for all
             found["position_ids"] = found["position_ids"].expand_as(found["input_ids"])
-        _check_tables(model, number, found)
         yield found
 
 
-def _check_tables(model: Any, number: int, inputs: Mapping[str, torch.Tensor]) -> None:
+class _Tables(NamedTuple):
+    """Sizes of a model's tables of tokens and of learned positions; None for one it has not."""
+
+    tokens: int | None
+    positions: int | None
+
+
+def _tables_of(model: Any) -> _Tables:
+    """A table of positions stands next to that of tokens."""
+    if not hasattr(model, "get_input_embeddings"):
+        return _Tables(None, None)
+    table = model.get_input_embeddings()
+    expected = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    beside = [
+        part
+        for module in model.modules()
+        if any(child is table for child in module.children())
+        for part in module.children()
+        if part is not table and isinstance(part, nn.Embedding)
+    ]
+    positions = next((p.num_embeddings for p in beside if p.num_embeddings == expected), None)
+    return _Tables(getattr(table, "num_embeddings", None), positions)
+
+
+def _check_tables(tables: _Tables, number: int, inputs: Mapping[str, torch.Tensor]) -> None:
     """Refuse ids and positions that a table of the model has no row for;
     PyTorch's own error names neither, and on CUDA it ends the process."""
-    if not hasattr(model, "get_input_embeddings"):
-        return
-    table = model.get_input_embeddings()
     ids_BT = inputs["input_ids"]
-    count = getattr(table, "num_embeddings", None)
-    if count is None or ids_BT.numel() == 0:
+    if tables.tokens is None or ids_BT.numel() == 0:
         return
     lowest = int(ids_BT.min())
     highest = int(ids_BT.max())
-    if lowest < 0 or highest >= count:
+    if lowest < 0 or highest >= tables.tokens:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(
-            f"batch {number} holds the token id {wrong}, and the model has {count} embeddings; use "
-            "the model's own tokenizer"
+            f"batch {number} holds the token id {wrong}, and the model has {tables.tokens} "
+            "embeddings; use the model's own tokenizer"
         )
+    if tables.positions is None:
+        return
+    longest = ids_BT.shape[1]
     if "position_ids" in inputs:
         longest = int(inputs["position_ids"].max()) + 1
-    else:
-        longest = ids_BT.shape[1]
-    places = _positions_of(model, table)
-    if places is not None and longest > places:
+    if longest > tables.positions:
         raise ValueError(
-            f"batch {number} has rows of {longest} tokens, and the model has {places} positions; "
-            f"cut the rows to {places} tokens or fewer"
+            f"batch {number} has rows of {longest} tokens, and the model has {tables.positions} "
+            f"positions; cut the rows to {tables.positions} tokens or fewer"
         )
-
-
-def _positions_of(model: nn.Module, table: nn.Module) -> int | None:
-    """The size of a learned table of positions, which stands next to the table of tokens;
-    None if the model has none."""
-    expected = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    for module in model.modules():
-        parts = list(module.children())
-        if not any(part is table for part in parts):
-            continue
-        for part in parts:
-            if (
-                part is not table
-                and isinstance(part, nn.Embedding)
-                and part.num_embeddings == expected
-            ):
-                return part.num_embeddings
-    return None
 
 
 def device_of(*modules: nn.Module) -> torch.device:

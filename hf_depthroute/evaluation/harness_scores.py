@@ -8,6 +8,7 @@ from typing import Any
 
 def read_scores(results: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float, float | None]]:
     """`(task, metric) -> (value, standard error)` of all that lm-eval reports as a number.
+
     Where a task takes a metric through several filters, each is a metric of its own:
     `exact_match,strict-match`.
     """

@@ -230,9 +230,9 @@ def _check_tail(batches: Batches, use: str, tail: int) -> None:
     routed = any(bool(cheap.any()) for cheap, _ in masks)
     if not routed or not any(bool(behind.any()) for _, behind in masks):
         raise ConfigError(
-            f"prompt_tail={tail}: no prompt in the rows {use} has more tokens, so that all of them "
-            "run in full; the prompt is the first two thirds of a row: give longer rows or a "
-            "smaller prompt_tail"
+            f"prompt_tail={tail}: no prompt in the rows {use} has more tokens and text behind it, "
+            "so that nothing is routed or nothing measured; the prompt is the first two thirds of "
+            "a row: give longer rows or a smaller prompt_tail"
         )
 
 

@@ -18,8 +18,8 @@ def set_phases(model: nn.Module, phases: str) -> None:
     step, one token per sequence, therefore runs as the base does, without gate and branch. Neither
     padding nor packing changes which tokens these are, as long as the model is told of them. Where
     a prompt enters in chunks, the last tokens of each chunk run in full; where more drafted tokens
-    are verified at once, those before the last are routed, which `generate` of a `PeftModel`
-    refuses. Calibration is the same with both; training, and the loss of a text, look at what
+    are verified at once, those before the last are routed, which `generate` refuses.
+    Calibration is the same with both; training, and the loss of a text, look at what
     stands behind prompts (`training.prompts`, `evaluate_budgets`).
 
         set_phases(model, "prefill")

@@ -50,8 +50,9 @@ def warn_of_training(
         if not training.state.settings.recorders:
             warnings.warn(UNWATCHED, stacklevel=3)
         return
-    frozen = not inputs.requires_grad and not any(p.requires_grad for p in decoder.parameters())
-    if active and frozen:
+    if not active or inputs.requires_grad:
+        return
+    if not any(parameter.requires_grad for parameter in decoder.parameters()):
         warnings.warn(FROZEN, stacklevel=3)
 
 

@@ -104,7 +104,7 @@ class Routing(nn.Module, BaseTunerLayer):
         # share what is in it: each is put there whole, by one assignment, and never changed.
         self.derived = TransientCache()
         self.prompts = 0  # that were read; what is derived serves one of them
-        self._trained: frozenset[str] = frozenset()  # parameters that trained when it was disabled
+        self.trained: frozenset[str] = frozenset()  # parameters that trained when it was disabled
 
     def extra_repr(self) -> str:
         """Each adapter in one line of `print(model)`, the same in equal layers, which fold."""
@@ -337,13 +337,13 @@ class Routing(nn.Module, BaseTunerLayer):
             self._stop_training()
             return
         for name, parameter in self.named_parameters():
-            if name in self._trained:
+            if name in self.trained:
                 parameter.requires_grad_(True)
 
     def _stop_training(self) -> None:
         """Freeze all parameters, and remember which of them trained."""
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        self._trained = frozenset(trained)
+        self.trained = frozenset(trained)
         for parameter in trained.values():
             parameter.requires_grad_(False)
 

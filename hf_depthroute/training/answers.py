@@ -28,9 +28,9 @@ def check_answers(trainer: Any) -> None:
     if not any(config.phases == "prefill" for config in configs) or _gives_labels(trainer):
         return
     raise ValueError(
-        f"{type(trainer).__name__} takes log-probabilities of prompt and answer read in one pass, "
-        "where phases='prefill' would route the answers too: call set_phases(model, 'all') before "
-        "it trains or evaluates"
+        f"{type(trainer).__name__} hands no labels to the model, and reads prompt and answer in "
+        "one pass, where phases='prefill' would route the answers too: call set_phases(model, "
+        "'all') before it trains or evaluates"
     )
 
 

@@ -34,6 +34,8 @@ from .log_lines import missed_budget, print_lines, unfinished_schedules
 from .objective import RoutingObjective
 from .record import known, record_of, remember_training, training_record
 
+_LOAD_BEST = "_load_best_model"  # the method of a Trainer
+
 if TYPE_CHECKING:
     from transformers import TrainerControl
 
@@ -303,13 +305,17 @@ def provided(trainer: Trainer) -> Iterator[None]:
         print_lines(trainer)
         for callback in ours:
             callback.before = record_of(model)
-    load = getattr(trainer, "_load_best_model", None)
+    attributes: dict[str, Any] = vars(trainer)
+    own = attributes.get(_LOAD_BEST)
+    load = getattr(trainer, _LOAD_BEST, None)
     if routings and load is not None:
-        trainer.__dict__["_load_best_model"] = partial(load_best, trainer, load)
+        attributes[_LOAD_BEST] = partial(load_best, trainer, load)
     try:
         yield
     finally:
-        vars(trainer).pop("_load_best_model", None)
+        attributes.pop(_LOAD_BEST, None)
+        if own is not None:
+            attributes[_LOAD_BEST] = own
         for callback in ours:
             callback.restore()
 

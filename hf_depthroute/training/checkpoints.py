@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from peft import PeftModel
+from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..adapter.files import (
@@ -168,8 +170,17 @@ def load_best(trainer: Trainer, load: Callable[[], None]) -> None:
 
 def trained(model: PeftModel) -> list[str]:
     """The names of the adapters that train, of all methods."""
-    keys = [f"{key}." for key, parameter in model.named_parameters() if parameter.requires_grad]
-    return [name for name in model.peft_config if any(f".{name}." in key for key in keys)]
+    names: set[str] = set()
+    for group in model.modules():
+        if isinstance(group, nn.ModuleDict):
+            names |= {name for name, part in group.items() if _trains(part.parameters())}
+        elif isinstance(group, nn.ParameterDict):
+            names |= {name for name, parameter in group.items() if _trains([parameter])}
+    return [name for name in model.peft_config if name in names]
+
+
+def _trains(parameters: Iterable[torch.Tensor]) -> bool:
+    return any(parameter.requires_grad for parameter in parameters)
 
 
 def rotate(newest: Path, limit: int | None, best: Path | None = None) -> None:

@@ -127,7 +127,7 @@ def unfinished_schedules(
     arguments: RoutingArguments, config: DepthRouteConfig, steps: int
 ) -> list[str]:
     """A line on every schedule that ends after a training of `steps` optimizer steps does."""
-    if GATES[config.gate].static:
+    if GATES[config.gate].static or steps < 1:
         return []
     assert config.gate_temperature is not None
     ends = {
@@ -137,9 +137,9 @@ def unfinished_schedules(
     found = []
     for name, (start, end) in ends.items():
         length = getattr(arguments, f"{name}_schedule_steps")
-        last = ramp(steps - 1, length, start, end)
-        if length <= steps or last in (None, end):
+        if length <= steps or start == end:
             continue
+        last = ramp(steps - 1, length, start, end)
         found.append(
             f"note: {name}_schedule_steps={length} is longer than this training of {steps} steps, "
             f"which ends at a {name} of {last:.3g}, not at the adapter's {end:g}: train for at "

@@ -188,6 +188,29 @@ def test_turning_adapters_off_and_on_unfreezes_no_router(family: str, tmp_path: 
     assert not training_names(base)
 
 
+def test_turning_an_adapter_off_and_on_leaves_its_frozen_copies_frozen(tmp_path: Path) -> None:
+    routed(build_base("llama"), modules_to_save=["lm_head"]).save_pretrained(tmp_path)
+    model = PeftModel.from_pretrained(build_base("llama"), tmp_path)
+    with model.disable_adapter():
+        pass
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    trained = PeftModel.from_pretrained(build_base("llama"), tmp_path, is_trainable=True)
+    before = [name for name, p in trained.named_parameters() if p.requires_grad]
+    with trained.disable_adapter():
+        pass
+    assert [name for name, p in trained.named_parameters() if p.requires_grad] == before
+    assert any("lm_head" in name for name in before)
+
+
+def test_an_adapter_that_is_added_while_routing_is_off_leaves_a_frozen_one_frozen() -> None:
+    model = routed(build_base("llama"))
+    for routing in routings_of(model):
+        routing.requires_grad_(False)
+    with model.disable_adapter():
+        model.add_adapter("other", DepthRouteConfig(layers=[1, 2, 3]))
+    assert not training_names(model)
+
+
 def test_turning_an_adapter_off_and_on_leaves_frozen_what_its_user_froze() -> None:
     model = routed(build_base("llama"))
     for routing in routings_of(model):

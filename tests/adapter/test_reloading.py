@@ -38,6 +38,7 @@ from hf_depthroute import (
 from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing.stack import routings_of
+from hf_depthroute.training.checkpoints import trained
 from hf_depthroute.training.record import remember_training, remembered
 
 MEMORY = {"branch": "memory", "memory_slots": 8192, "memory_width": 2, "memory_heads": 1}
@@ -452,3 +453,18 @@ def test_the_best_checkpoint_is_that_of_the_adapters_that_train(
         found = get_peft_model_state_dict(model, held, name)
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[key], saved[key]) for key in saved)
+
+
+def test_what_trains_is_told_by_the_adapters_own_parts() -> None:
+    """A frozen adapter may be called as a part of the base is."""
+    model = routed(build_base("llama"))
+    model.add_adapter("model", DepthRouteConfig(layers=[1, 2, 3]))
+    assert trained(model) == ["default"]
+
+
+def test_a_way_of_ones_own_to_load_the_best_checkpoint_stays(tmp_path: Path) -> None:
+    for model in (routed(build_base("llama")), build_base("llama")):
+        trainer = make_trainer(model, rows(4), tmp_path, Trainer, max_steps=1)[0]
+        own = trainer._load_best_model = lambda: None
+        trainer.train()
+        assert trainer._load_best_model is own

@@ -455,3 +455,5 @@ def test_the_batch_size_of_a_file_counts(tmp_path: Path) -> None:
         _refuse_padding(["--config", str(file)])
     _refuse_padding(["--config", str(file), "--batch_size", "1"])
     _refuse_padding(["--config", str(tmp_path / "missing.yaml")])
+    file.write_text("tasks: &tasks [piqa]\nsame: *tasks\nmodel_args: pretrained=base\n")
+    _refuse_padding(["--config", str(file)])  # no adapter: lm-eval reads it as it likes

@@ -225,6 +225,7 @@ def test_what_a_training_of_ten_steps_leaves_unfinished(
     assert [line.split("_")[0] for line in lines] == [f"note: {name}" for name in names]
     static = DepthRouteConfig(gate="none")
     assert unfinished_schedules(RoutingArguments(**fields), static, 10) == []
+    assert unfinished_schedules(RoutingArguments(**fields), config, 0) == []
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.65, False), (0.9, True), (0.3, True)])
