@@ -28,6 +28,18 @@ def recipe() -> Any:
     return module
 
 
+def base_and_text(folder: Path, recipe: Any) -> list[object]:
+    """A tiny model and texts, as words of the recipe's commands."""
+    base = build_base("llama")
+    base.config.max_position_embeddings = 2048
+    base.save_pretrained(folder / "base")
+    word_tokenizer().save_pretrained(folder / "base")
+    (folder / "text").mkdir()
+    for number, file in enumerate(recipe.FILES.values()):
+        write_text(folder / "text" / file, lines=1200 + number)
+    return ["--model", folder / "base", "--data", folder / "text"]
+
+
 def other_script(name: str, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A script of the recipe's folder, which imports `run`."""
     monkeypatch.setitem(sys.modules, "run", recipe)
@@ -42,15 +54,9 @@ def other_script(name: str, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> Any
 def test_every_part_is_measured_once(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = build_base("llama")
-    base.config.max_position_embeddings = 2048
-    base.save_pretrained(tmp_path / "base")
-    word_tokenizer().save_pretrained(tmp_path / "base")
-    (tmp_path / "text").mkdir()
-    for number, file in enumerate(recipe.FILES.values()):
-        write_text(tmp_path / "text" / file, lines=1200 + number)
+    given = base_and_text(tmp_path, recipe)
     folders = {name: tmp_path / name for name in ("out", "work")}
-    words = ["run.py", "--model", tmp_path / "base", "--data", tmp_path / "text"]
+    words = ["run.py", *given]
     words += ["--out", folders["out"], "--work", folders["work"]]
     words += ["--threads", 1, "--rows", 3, "--tokens", 4096, "--seeds", 0]
     words += ["--prompts", 0.8, "--keep-of", "flops", "--all", 0.6, "--branches", "neurons"]
@@ -140,16 +146,9 @@ def test_tasks_are_answered_as_prompts_are_served(
 def test_the_parts_of_a_fit_are_timed(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = build_base("llama")
-    base.config.max_position_embeddings = 2048
-    base.save_pretrained(tmp_path / "base")
-    word_tokenizer().save_pretrained(tmp_path / "base")
-    (tmp_path / "text").mkdir()
-    for number, file in enumerate(recipe.FILES.values()):
-        write_text(tmp_path / "text" / file, lines=1200 + number)
+    given = base_and_text(tmp_path, recipe)
     out = tmp_path / "fit-times.json"
-    words = ["fit_times.py", "--model", tmp_path / "base", "--data", tmp_path / "text"]
-    words += ["--out", out, "--tokens", 4096, "--threads", 1]
+    words = ["fit_times.py", *given, "--out", out, "--tokens", 4096, "--threads", 1]
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
     fit_times = other_script("fit_times", recipe, monkeypatch)
     fit_times.main()
