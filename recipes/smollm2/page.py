@@ -37,6 +37,9 @@ KINDS = {
         "{2}"
     ),
     "static": "the best {1} FFNs to replace for every token, branch {0}",
+    "static trained": (
+        "the best {1} FFNs to replace for every token, branch {0}, trained {3} steps of 256 tokens"
+    ),
 }
 
 
