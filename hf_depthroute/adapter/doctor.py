@@ -7,12 +7,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..config.adapter import DepthRouteConfig
+from ..config.described import SavedAdapter
 from ..config.rules import ConfigError
 from ..execution import targets as targets  # the rows of `TARGETS`
 from ..files.shown import shown
@@ -71,7 +72,7 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
             kind = str(content.get("peft_type"))[:64]
             yield "fault", f"{CONFIG_NAME}: peft_type is {kind!r}; this is no depth-routed adapter"
             return
-        config = DepthRouteConfig(**content)
+        config = _read(content)
     except (AdapterMismatchError, ConfigError) as error:
         yield "fault", str(error)
         return
@@ -103,7 +104,17 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
         yield "note", f"{leftover.name}: left by a save that was killed; the next save removes it"
 
 
-def _examine_weights(path: Path, config: DepthRouteConfig) -> Iterator[tuple[str, str]]:
+def _read(content: dict[str, Any]) -> SavedAdapter:
+    """The configuration; as loading reads it where it has fields that are not known here,
+    such as a newer PEFT's."""
+    if content.keys() <= {field.name for field in fields(SavedAdapter)}:
+        return SavedAdapter(**content)
+    from ..config.adapter import DepthRouteConfig
+
+    return cast(Any, DepthRouteConfig(**content))
+
+
+def _examine_weights(path: Path, config: SavedAdapter) -> Iterator[tuple[str, str]]:
     if not path.is_file():
         yield "fault", f"{path}: is missing; copy it again"
         return
@@ -132,7 +143,7 @@ def _examine_weights(path: Path, config: DepthRouteConfig) -> Iterator[tuple[str
 
 
 def _examine_layers(
-    tensors: dict[str, torch.Tensor], config: DepthRouteConfig
+    tensors: dict[str, torch.Tensor], config: SavedAdapter
 ) -> Iterator[tuple[str, str]]:
     """Every routed layer has to hold the same parts in the same shapes; static ones no gate."""
     parts: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -189,7 +200,7 @@ def _examine_slots(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]
 
 
 def _examine_parts(
-    shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig, width: int
+    shapes: dict[str, tuple[int, ...]], config: SavedAdapter, width: int
 ) -> Iterator[tuple[str, str]]:
     """Whether a layer holds the gate and the memory that the config names, in their sizes."""
     with torch.device("meta"):
@@ -211,7 +222,7 @@ def _examine_parts(
 
 
 def _examine_branch(
-    shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig, layer: int, width: int
+    shapes: dict[str, tuple[int, ...]], config: SavedAdapter, layer: int, width: int
 ) -> Iterator[tuple[str, str]]:
     """Whether a layer holds the branch that the config names for it, in that size."""
     branch = config.branch_of(layer)

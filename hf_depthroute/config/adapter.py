@@ -1,60 +1,26 @@
-"""`DepthRouteConfig`: everything that defines an adapter, checked when it is made,
-and what follows from it."""
+"""`DepthRouteConfig`: everything that defines an adapter, checked when it is made."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import peft
 from peft import PeftConfig
 
-from ..parts.gates import GATES
-from ..parts.targets import TARGETS
-from ..version import __version__
-from .fields import MEMORY_FIELDS, PATTERNS, RoutingFields, with_help
-from .rules import (
-    FORMAT_VERSION,
-    check_complete,
-    check_given,
-    check_known,
-    check_patterns,
-    check_static,
-    check_task,
-    module_of,
-    package_of,
-)
-from .rules import TASKS as TASKS
+from .described import TASKS as TASKS
+from .described import AdapterFields, check_task, refuses_unknown
+from .fields import PATTERNS, RoutingFields, with_help
 from .rules import ConfigError as ConfigError
 from .rules import check_budget as check_budget
 from .rules import check_phases as check_phases
-
-Owner = TypeVar("Owner", bound=type)
-
-
-def refuses_unknown(owner: Owner) -> Owner:
-    """Class decorator of a dataclass: a field that it does not have is refused,
-    where PEFT drops it with a warning."""
-    init: Any = owner.__init__  # type: ignore[misc]
-    names = [f.name for f in dataclasses.fields(owner) if f.init]
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_known(kwargs, names)
-        init(self, *args, **kwargs)
-
-    owner.__init__ = checked  # type: ignore[misc]
-    return owner
 
 
 @refuses_unknown
 @with_help
 @dataclass
-class DepthRouteConfig(RoutingFields, PeftConfig):
+class DepthRouteConfig(AdapterFields, PeftConfig):
     """Configuration of a depth-routed adapter: `RoutingFields`, and what the library writes.
 
     Args:
@@ -77,208 +43,15 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
         ConfigError: A value is of the wrong type or out of range.
     """
 
-    trainable_token_indices: list[int] | None = None
-    gate_package: str | None = field(default=None, repr=False)
-    gate_module: str | None = field(default=None, repr=False)
-    share_shifts: dict[int, float] | None = field(default=None, repr=False)
-    base_architecture: dict[str, Any] | None = field(default=None, repr=False)
-    format_version: int = FORMAT_VERSION
-    library_version: str | None = None
-    weights_hash: str | None = None
-
     def __post_init__(self) -> None:
         check_task(self.task_type)
         super().__post_init__()
         self.peft_type = register_peft_type()
-        for name in (*PATTERNS, "share_shifts"):
-            setattr(self, name, _by_index(getattr(self, name)))
-        check_given(self)
-        self._fill_in()
-        check_complete(self)
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether there is a table of n-grams, as the target or in the cheap branch;
-        layers are then given the ids."""
-        return self.branch == "memory" or TARGETS[self.target].reads_ids
-
-    @property
-    def fixed_threshold(self) -> float | None:
-        """The score that every routed layer compares with; None: the layer's own table gives it."""
-        if isinstance(self.threshold, str):
-            return None
-        return self.threshold
-
-    @property
-    def last_in_full(self) -> int:
-        """How many of a sequence's last tokens run in full with `phases="prefill"`."""
-        return self.prompt_tail or 1
-
-    def gate_of(self, layer_index: int) -> str:
-        """The gate of a routed layer: `"none"` in a static one."""
-        if layer_index in (self.static_layers or ()):
-            return "none"
-        return self.gate
-
-    def target_of(self, layer_index: int) -> str:
-        """The target of a routed layer."""
-        return (self.target_pattern or {}).get(layer_index, self.target)
-
-    def branch_of(self, layer_index: int) -> str:
-        """The branch of a routed layer."""
-        return (self.branch_pattern or {}).get(layer_index, self.branch)
-
-    def rank_of(self, layer_index: int) -> int | None:
-        """The `branch_rank` of a routed layer; None before injection has filled it in."""
-        return (self.rank_pattern or {}).get(layer_index, self.branch_rank)
-
-    def experts_dropped_in(self, layer_index: int) -> tuple[int, ...]:
-        """The experts that a routed layer drops; none without `dropped_experts`."""
-        if self.dropped_experts is None:
-            return ()
-        assert isinstance(self.layers, list), "injection lists the layers"
-        return tuple(self.dropped_experts[self.layers.index(layer_index)])
-
-    def targets(self) -> list[str]:
-        """All targets of an adapter, in the order of `TARGETS`."""
-        used = {self.target, *(self.target_pattern or {}).values()}
-        return [name for name in TARGETS if name in used]
-
-    def gated_layers(self) -> list[int]:
-        """The routed layers that are not static, of an injected adapter."""
-        routed = cast("list[int]", self.layers)
-        return [index for index in routed if index not in (self.static_layers or ())]
-
-    def share_of_all(self, depth: int, share: float) -> float:
-        """The share of all `depth` layers' calls that runs in full,
-        if `share` of the gated layers' calls does.
-
-        A budget is a share of the gated layers' calls, the `keep` of `fit_router` one of all
-        layers' calls. Static layers run none of theirs, and layers without routing all.
-        """
-        routed = self.routed_layers(depth)
-        gated = len(set(routed) - set(self.static_layers or ()))
-        return (share * gated + depth - len(routed)) / depth
-
-    def takes_budget(self) -> bool:
-        """Whether inference follows the budget: there is a gate,
-        and it goes by the quantiles of its scores."""
-        static = GATES[self.gate].static
-        return not static and self.fixed_threshold is None and self.causal_rule != "predictor"
-
-    def share_shift(self, layer_index: int) -> float:
-        """From the log-odds of a budget to those of the share of a gated layer,
-        which holds it with the others.
-
-        Raises:
-            ConfigError: It is not known what the layer's share is.
-        """
-        if self.budget_scope == "layer":
-            return 0.0
-        if self.share_shifts is None or layer_index not in self.share_shifts:
-            raise ConfigError(
-                "causal_rule='running' needs the share of each layer, since budget_scope='global' "
-                "has one budget for all of them; call calibrate(model, batches)"
-            )
-        return self.share_shifts[layer_index]
-
-    @property
-    def inference_rule(self) -> str:
-        """The row of `RULES` by which inference decides."""
-        if self.causal_rule == "quantile":
-            return "threshold"
-        return self.causal_rule
-
-    def ranks_tokens(self) -> bool:
-        """Whether top-k over the tokens of a sequence is a rule for this adapter."""
-        gate = GATES[self.gate]
-        by_token = self.granularity == "token" and self.budget_scope == "layer"
-        return by_token and not (gate.exits or gate.static)
-
-    def _fill_in(self) -> None:
-        """The defaults that depend on other fields; the saved configuration holds their values."""
-        for name, value in TARGETS[self.target].fixed.items():
-            if getattr(self, name) == getattr(RoutingFields, name):
-                setattr(self, name, value)
-        gate = GATES[self.gate]
-        self.gate_input = gate.reads or self.gate_input
-        if self.gate_temperature is None:
-            self.gate_temperature = gate.default_temperature
-        if self.selection is None:
-            # A saved threshold of None comes with its selection, and stays.
-            if self.threshold is None:
-                self.threshold = gate.default_threshold
-            self.selection = gate.default_selection
-            ranked = self.granularity == "token" and self.budget_scope == "layer"
-            if self.selection == "topk" and not ranked:
-                self.selection = "threshold"
-
-    def routed_layers(self, depth: int) -> list[int]:
-        """Indices of the routed layers of a model with `depth` decoder layers, ascending.
-
-        Raises:
-            ConfigError: An index or a count is out of range, or not for this gate.
-        """
-        routed = self._named_layers(depth)
-        gate = GATES[self.gate]
-        if gate.spares_layer_0 and (not routed or routed[0] == 0):
-            raise ConfigError(
-                f"layers={self.layers!r}: {gate.called} never routes layer 0; leave layers unset"
-            )
-        if self.dropped_experts is not None and len(self.dropped_experts) != len(routed):
-            raise ConfigError(
-                f"dropped_experts has {len(self.dropped_experts)} lists for {len(routed)} routed "
-                "layers; give one each"
-            )
-        check_static(self.static_layers, routed)
-        check_patterns(self, routed)
-        return routed
-
-    def _named_layers(self, depth: int) -> list[int]:
-        if self.layers is None:
-            if GATES[self.gate].spares_layer_0:
-                return list(range(1, depth))
-            return list(range(depth - max(1, depth // 3), depth))
-        if isinstance(self.layers, str):
-            if self.layers == "all":
-                return list(range(depth))
-            rule, number = self.layers.split(":")
-            count = max(1, depth // 2) if number == "half" else int(number)
-            end = depth - 1 if rule == "before_last" else depth
-            if count > end:
-                raise ConfigError(
-                    f"layers={self.layers!r}: the model has only {depth} decoder layers"
-                )
-            if rule == "every":
-                return list(range(depth))[count - 1 :: count]
-            return list(range(end - count, end))
-        outside = [i for i in self.layers if i >= depth]
-        if outside:
-            raise ConfigError(
-                f"layers={self.layers}: {outside[0]} is out of range; the model has layers 0 to "
-                f"{depth - 1}"
-            )
-        return sorted(self.layers)
+        self._check()
 
     def to_dict(self) -> dict[str, Any]:
-        """The values to save. The weights' hash is written together with the weights."""
-        saved = super().to_dict() | {"library_version": __version__, "weights_hash": None}
-        # Fields that older versions do not have are left out where nothing uses them: so these read
-        # what they can run.
-        newer = ("static_layers", "prompt_tail", *PATTERNS)
-        unused = [name for name in newer if saved[name] is None]
-        if self.phases == "all":
-            unused.append("phases")
-        if self.causal_rule != "running" or self.share_shifts is None:
-            unused.append("share_shifts")
-        if not self.has_memory:
-            unused.extend(MEMORY_FIELDS)
-        module = module_of(GATES[self.gate])
-        if module is None:
-            unused += ["gate_package", "gate_module"]
-        else:
-            saved |= {"gate_package": package_of(module), "gate_module": module}
-        return {name: value for name, value in saved.items() if name not in unused}
+        """The values to save."""
+        return self._to_save(super().to_dict())
 
 
 if DepthRouteConfig.__doc__ and RoutingFields.__doc__:  # one list of arguments for `help()`
@@ -321,12 +94,3 @@ def register_peft_type() -> Any:
     kind._member_map_[name] = kind._value2member_map_[name] = member
     type.__setattr__(kind, name, member)
     return member
-
-
-def _by_index(pattern: Any) -> Any:
-    """A pattern with integers for keys, in ascending order; JSON has text."""
-    if not isinstance(pattern, dict):
-        return pattern
-    if not all(re.fullmatch(r"[0-9]{1,5}", str(key)) for key in pattern):
-        return pattern
-    return dict(sorted((int(key), value) for key, value in pattern.items())) or None

@@ -24,14 +24,6 @@ if TYPE_CHECKING:
     from .adapter import DepthRouteConfig
 
 FORMAT_VERSION = 1  # the form of an adapter's saved files; one of a newer form is refused
-# The tasks by which PEFT wraps a model, with the auto class that loads its base and the Hub's name
-# of it.
-TASKS = {
-    "CAUSAL_LM": ("AutoModelForCausalLM", "text-generation"),
-    "SEQ_CLS": ("AutoModelForSequenceClassification", "text-classification"),
-    "TOKEN_CLS": ("AutoModelForTokenClassification", "token-classification"),
-    "FEATURE_EXTRACTION": ("AutoModel", "feature-extraction"),
-}
 # What people know from LoRA's configuration, and what comes closest here.
 OTHER_METHODS = {
     "r": "the rank of the cheap branch is branch_rank",
@@ -83,12 +75,6 @@ def require(holds: object, name: str, value: Any, what: str) -> None:
     """Raise a `ConfigError` about field `name` unless it `holds`."""
     if not holds:
         raise ConfigError(f"{name}={reprlib.repr(value)} {what}")
-
-
-def check_task(task_type: Any) -> None:
-    """Raise `ConfigError` for a task that PEFT has no wrapper for, or none that fits."""
-    what = f"is not supported; use one of: {', '.join(TASKS)}, or leave it out"
-    require(task_type is None or task_type in list(TASKS), "task_type", task_type, what)
 
 
 def check_budget(budget: Any) -> float:

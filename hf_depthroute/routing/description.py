@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..base.stack import stack_of
-from ..config.adapter import DepthRouteConfig
+from ..config.described import AdapterFields
 from ..config.fields import PATTERNS
 from ..parts.memory import shortest_order
 from ..parts.targets import TARGETS
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-def routing_summary(config: DepthRouteConfig, layer: int | None = None) -> str:
+def routing_summary(config: AdapterFields, layer: int | None = None) -> str:
     """`ffn per token, budget 0.5, gate mlp, branch lowrank`; of one `layer`,
     where one is given, or of all."""
     memory = (
@@ -40,7 +40,7 @@ def routing_summary(config: DepthRouteConfig, layer: int | None = None) -> str:
     return ", ".join(parts)
 
 
-def patterns_words(config: DepthRouteConfig) -> list[str]:
+def patterns_words(config: AdapterFields) -> list[str]:
     """Exceptions of single layers:
     `["target block in 28-29", "rank 192 in 28", "rank 72 in 29"]`."""
     said = []
@@ -52,7 +52,7 @@ def patterns_words(config: DepthRouteConfig) -> list[str]:
     return said
 
 
-def budget_words(config: DepthRouteConfig, depth: int) -> str:
+def budget_words(config: AdapterFields, depth: int) -> str:
     """`0.73 of the calls in 19 layers with a gate, which is 0.83 of all 30 layers`;
     of an injected adapter.
 
@@ -66,7 +66,7 @@ def budget_words(config: DepthRouteConfig, depth: int) -> str:
     )
 
 
-def _orders(config: DepthRouteConfig) -> str:
+def _orders(config: AdapterFields) -> str:
     shortest = shortest_order(config)
     longest = config.ngram_order
     if shortest == longest:
@@ -79,7 +79,7 @@ def routed_lines(model: PeftModel) -> list[str]:
     base = model.get_base_model()
     lines = []
     for name, config in model.peft_config.items():
-        if isinstance(config, DepthRouteConfig) and isinstance(config.layers, list):
+        if isinstance(config, AdapterFields) and isinstance(config.layers, list):
             depth = len(stack_of(base).layers)
             which = f"{len(config.layers)} of {depth} layers ({ranges(config.layers)})"
             if config.static_layers:
