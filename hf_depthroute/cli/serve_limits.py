@@ -28,6 +28,7 @@ from .serve_settings import Limits, wrong_settings
 
 GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _LOAD = "/load_model"
+_BODY_SECONDS = 30.0
 _CLIENTS_FAULTS = (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError)
 
 
@@ -98,11 +99,16 @@ def limited(app: FastAPI, model: str, limits: Limits) -> ASGIApp:
 async def _read(request: Request, most: int) -> bytes:
     """The body of a request."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > most:  # the rest is not read
-            why = f"the body is larger than {most:,} bytes"
-            raise HTTPException(413, why, {"Connection": "close"})
+    closed = {"Connection": "close"}  # the rest is not read
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise HTTPException(413, f"the body is larger than {most:,} bytes", closed)
+    except TimeoutError:
+        why = f"the body did not arrive within {_BODY_SECONDS:g} s"
+        raise HTTPException(408, why, closed) from None
     return bytes(body)
 
 

@@ -144,7 +144,7 @@ WRONG: dict[str, tuple[str, Any, int]] = {
     "surrogate": ("/v1/completions", b'{"prompt": "the \\ud800 cat", "max_tokens": 3}', 400),
     "not text": ("/v1/completions", b'{"prompt": "caf\xe9"}', 400),
     "not JSON": ("/v1/completions", b"{", 400),
-    "deep": ("/v1/completions", b"[" * 100_000, 400),
+    "deep": ("/v1/completions", b"[" * 60_000, 400),
     "a list": ("/v1/completions", [], 400),
     "long prompt": ("/v1/completions", SHORT | {"prompt": "the " * 200}, 400),
     "large body": ("/v1/completions", SHORT | {"prompt": "the " * 500_000}, 413),
@@ -550,6 +550,43 @@ def test_more_requests_than_the_limit_get_429_and_no_client_names_its_request() 
     ((name, body),) = seen
     assert name != "another's" and body == {}
     assert ask(app, b"{}")[0]["status"] == 200
+
+
+@needs_serve
+def test_a_body_that_does_not_arrive_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(request: Any, body: Any) -> dict[str, Any]:
+        return {}
+
+    async def slow() -> list[Any]:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            await asyncio.sleep(0.02)
+            return {"type": "http.request", "body": b" ", "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        app = app_of(answer, Limits(8, 8, 1))
+        await app(scope | {"query_string": b""}, receive, send)
+        return sent
+
+    monkeypatch.setattr("hf_depthroute.cli.serve_limits._BODY_SECONDS", 0.1)
+    start, body = asyncio.run(asyncio.wait_for(slow(), 10))
+    assert start["status"] == 408 and (b"connection", b"close") in start["headers"]
+    assert b"did not arrive within 0.1 s" in body["body"]
+
+
+@needs_serve
+def test_a_body_that_no_prompt_within_the_limit_needs_is_not_tokenised() -> None:
+    async def answer(request: Any, body: Any) -> dict[str, Any]:
+        return {}
+
+    app = app_of(answer, Limits(1024, 8, 1))
+    fits = json.dumps({"prompt": "the " * 20_000}).encode()
+    assert ask(app, fits)[0]["status"] == 200
+    assert ask(app, json.dumps({"prompt": "the " * 25_000}).encode())[0]["status"] == 413
 
 
 @needs_serve
