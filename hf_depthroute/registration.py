@@ -9,6 +9,6 @@ from .training import every_trainer
 
 tuner.register()
 peft_cards.install()
-tuner.after_injection.append(every_trainer.install_for)
+tuner.after_injection.append(every_trainer.install)
 peft_hooks.remarks.append(cost_remark)
 RouteTrace.make_view = view_of

@@ -45,8 +45,8 @@ from .peft_hooks import install
 from .source import check_tables, current_load
 from .tasks import for_task, make_for_task
 
-# Called with the config of what was injected.
-after_injection: list[Callable[[DepthRouteConfig], None]] = []
+# Called after every injection.
+after_injection: list[Callable[[], None]] = []
 
 
 def get_depth_routed_model(
@@ -169,7 +169,7 @@ class DepthRouteModel(BaseTuner):
         if added:
             restore()
         for call in after_injection:
-            call(config)
+            call()
 
     def _enter(self, model: nn.Module, name: str, config: DepthRouteConfig, stack: Stack) -> None:
         """Change the model, after all checks."""

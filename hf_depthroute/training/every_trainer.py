@@ -3,7 +3,8 @@ and every one that takes a loss of labels takes that of what is served.
 
 A Trainer hands itself to none of its callbacks, so `Trainer.train` and `Trainer.evaluation_loop`
 are wrapped. Its module takes a second to import, and most programs never train: it is wrapped when
-an adapter is injected that can train, or that finds it imported.
+an adapter is injected that finds it imported, else when the first Trainer is made, which makes a
+`CallbackHandler`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,25 @@ from typing import Any
 
 from ..adapter.labels import as_served
 from ..adapter.peft_hooks import wrap
-from ..config.adapter import DepthRouteConfig
 
 
-def install_for(config: DepthRouteConfig) -> None:
-    """Done after an injection: wrap the Trainer, unless nothing trains;
+def install() -> None:
+    """Done after an injection: wrap the Trainer, or let the first one that is made do it;
     a second call does nothing."""
-    if config.inference_mode and "transformers.trainer" not in sys.modules:
+    if "transformers.trainer" in sys.modules:
+        _wrap_trainer()
         return
+    from transformers.trainer_callback import CallbackHandler
+
+    wrap(CallbackHandler, "__init__", _wrap_trainer_first)
+
+
+def _wrap_trainer_first(start: Any, *args: object, **kwargs: object) -> None:
+    _wrap_trainer()
+    start(*args, **kwargs)
+
+
+def _wrap_trainer() -> None:
     from transformers import Trainer
 
     wrap(Trainer, "train", _train)
