@@ -22,7 +22,7 @@ from ..parts.targets import TARGETS
 from ..routing.routing import Routing
 from .base_check import check_base
 from .files import PEFT_TYPE
-from .modules_to_save import check_modules_to_save, check_names_of_others
+from .modules_to_save import check_modules_to_save, check_names_of_others, matching
 
 _MEMORY_NUMBERS = 1 << 30  # in the tables of all layers
 _SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
@@ -94,6 +94,7 @@ def _check_parts(
     if config.has_memory:
         _check_memory(config, len(routed), widest)
     check_modules_to_save(model, layers, config.modules_to_save or ())
+    _check_no_copies(model, family, layers, routed, config)
     if GATES[config.gate].reads_logits and model.get_output_embeddings() is None:
         raise ConfigError(f"gate={config.gate!r} needs a model with an LM head")
     for place, index in enumerate(routed if TARGETS[config.target].per_pair else ()):
@@ -134,6 +135,22 @@ def _check_neurons(config: DepthRouteConfig, family: Family, layers: Any, index:
         raise ConfigError(
             f"branch_rank={wanted} must be at most {count}, the neurons of layer {index}'s FFN"
         )
+
+
+def _check_no_copies(
+    model: nn.Module, family: Family, layers: Any, routed: list[int], config: DepthRouteConfig
+) -> None:
+    """Raise `ConfigError` where `modules_to_save` would copy what a branch of neurons reads."""
+    reading = [layers[index] for index in routed if config.branch_of(index) == "neurons"]
+    names = [name for name in (family.ffn, family.ffn_norm) if name is not None]
+    read = {getattr(layer, name) for layer in reading for name in names}
+    for name in config.modules_to_save or ():
+        copied = (path for path, module in matching(model, name).items() if module in read)
+        if path := next(copied, None):
+            raise ConfigError(
+                f"modules_to_save: {name!r} means {path}, of which branch='neurons' reads the "
+                "base's own; leave it out, or use branch='lowrank'"
+            )
 
 
 def _check_memory(config: DepthRouteConfig, layers: int, widest: int) -> None:

@@ -1,12 +1,13 @@
 """`modules_to_save`: base modules of which an adapter trains and saves a copy of its own.
 
 PEFT wraps every module whose name ends with one of the given names, and reads whatever tensors a
-file has for them. Here the names must mean modules outside of the layers' list, and a file has
+file has for them. Here no name may mean what holds a decoder layer or another copy, and a file has
 every tensor of each copy.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +25,9 @@ def check_modules_to_save(
     model: nn.Module, layers: Iterable[nn.Module], names: Iterable[str]
 ) -> None:
     """Raise `ConfigError` unless every name means at least one module,
-    and none that holds a decoder layer."""
+    and none that holds a decoder layer or another one that is copied."""
     layers = set(layers)
+    copied: set[str] = set()
     for name in names:
         matched = matching(model, name)
         if not matched:
@@ -36,6 +38,15 @@ def check_modules_to_save(
                     f"modules_to_save: {name!r} means {path}, which cannot be copied; name parts "
                     "of it"
                 )
+        copied |= matched.keys()
+    for path in sorted(copied):
+        parents = itertools.accumulate(path.split("."), lambda parent, name: f"{parent}.{name}")
+        outer = next((parent for parent in parents if parent in copied and parent != path), None)
+        if outer is not None:
+            raise ConfigError(
+                f"modules_to_save: {path} is a part of {outer}, which is copied too; name modules "
+                f"in full, such as {outer!r}"
+            )
 
 
 def matching(model: nn.Module, name: str) -> dict[str, nn.Module]:

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import torch
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from ..base.cache import cache_of, is_paged
@@ -181,7 +182,7 @@ def _run(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kind = attention.config._attn_implementation
-    eager = sys.modules[type(attention).__module__].eager_attention_forward
+    eager = _source_of(attention).eager_attention_forward
     kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
     if kind == "eager" and allowed is not None and allowed.dtype == torch.bool:
         allowed = torch.where(allowed, 0.0, torch.finfo(queries.dtype).min).to(queries.dtype)
@@ -224,8 +225,15 @@ def _rotated(attention: Any, make: Projections, x: Tensor, cos: Tensor, sin: Ten
         first, second = turned.chunk(2, dim=-1)
         turned = (turned * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
     else:  # the model's own, which takes queries and keys together: here, no key
-        rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        rotate = _source_of(attention).apply_rotary_pos_emb
         turned = rotate(turned, turned[..., :0, :], cos, sin, unsqueeze_dim=-2)[0]
     if rest.shape[-1]:
         return torch.cat((turned, rest), dim=-1)
     return turned
+
+
+def _source_of(attention: Any) -> Any:
+    """The Python module that defines the attention, also one that PEFT has copied."""
+    if isinstance(attention, AuxiliaryTrainingWrapper):
+        attention = attention.original_module
+    return sys.modules[type(attention).__module__]
