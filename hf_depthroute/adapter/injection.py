@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -117,7 +117,8 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if tail > 0 and in_full is not None:
         last = _of_shape(in_full, inputs, real)
     elif inputs.shape[1] > tail > 0:
-        last = last_tokens_of(inputs, real, kwargs, tail)
+        seen = seen_by_head(decoder, active.values(), inputs, real)
+        last = last_tokens_of(inputs, seen, kwargs, tail)
     if any(config.has_memory for config in active.values()):
         ids, starts = token_ids_of(inputs, kwargs)
     if last is None and decodes(decoder, inputs) and (real is None or real.all()):
@@ -224,6 +225,25 @@ def _of_new_tokens(mask: torch.Tensor, length: int, kwargs: dict[str, Any]) -> t
     # Waits for no device.
     columns = past.to(mask.device).clamp(max=spare) + torch.arange(length, device=mask.device)
     return mask[:, columns].bool()
+
+
+def seen_by_head(
+    decoder: nn.Module,
+    configs: Iterable[DepthRouteConfig],
+    inputs: torch.Tensor,
+    real: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Among which tokens the model's head takes the last one, bool `[B, T]`; None: among all.
+
+    A sequence classifier passes over every token that has the id of padding, with a mask or
+    without.
+    """
+    padding = getattr(getattr(decoder, "config", None), "pad_token_id", None)
+    if padding is None or inputs.is_floating_point():
+        return real
+    if not any(config.task_type == "SEQ_CLS" for config in configs):
+        return real
+    return where_real(inputs != padding, real)
 
 
 def last_tokens_of(

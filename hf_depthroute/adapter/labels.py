@@ -25,7 +25,7 @@ from ..config.adapter import DepthRouteConfig
 from ..data.batches import document_starts
 from ..routing.stack import RoutedStack, routed_stack
 from ..routing.trace import run_in_full
-from .injection import by_name, last_tokens_of, token_mask_of
+from .injection import by_name, last_tokens_of, seen_by_head, token_mask_of
 
 _DECODER = "_depth_route_decoder"  # the attribute of a hooked model that holds its decoder stack
 
@@ -78,9 +78,8 @@ def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
     if labels.shape == ids.shape[:2] and predicts_tokens(model):
         return run_in_full(model, in_full(inputs, config.last_in_full))
     given = dict(inputs)
-    return run_in_full(
-        model, last_tokens_of(ids, token_mask_of((), given), given, config.last_in_full)
-    )
+    seen = seen_by_head(stack.decoder, [config], ids, token_mask_of((), given))
+    return run_in_full(model, last_tokens_of(ids, seen, given, config.last_in_full))
 
 
 def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:

@@ -214,3 +214,25 @@ def test_the_card_loads_the_adapter_with_the_class_of_its_task(task: str, tmp_pa
     card = (tmp_path / "README.md").read_text()
     assert f"model = {AUTO[task][0].__name__}.from_pretrained(base" in card
     assert ".generate(" not in card and "pipeline_tag: text-generation" not in card
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_classifiers_last_token_is_the_one_that_its_head_reads(family: str) -> None:
+    """By the id of padding: without a mask, and where the end of a text has that id."""
+    config = DepthRouteConfig(
+        layers="all", target="block", gate="none", phases="prefill", prompt_tail=2
+    )
+    model = get_depth_routed_model(headless("SEQ_CLS", family), config)
+    ids = tokens(2, 12)
+    labels = torch.tensor([0, 2])
+    ids[0, 8:] = 0
+    mask = ids != 0
+    for training in (False, True):
+        model.train(training)
+        with torch.no_grad():
+            alone = [model(ids[:1, :8]).logits, model(ids[1:]).logits]
+            for shown in (None, mask.long(), (mask | (ids.roll(1, 1) != 0)).long()):
+                read = model(ids, attention_mask=shown, labels=labels)
+                torch.testing.assert_close(read.logits, torch.cat(alone))
+                read = model(ids, attention_mask=shown)
+                torch.testing.assert_close(read.logits, torch.cat(alone))
