@@ -109,6 +109,7 @@ def fit(options: FitOptions) -> None:
     import torch
     from accelerate import PartialState
 
+    from ..base.stack import stack_of
     from ..config.adapter import DepthRouteConfig
     from ..fitting.router import fit_router
     from ..fitting.text import FitWarning
@@ -147,18 +148,24 @@ def fit(options: FitOptions) -> None:
     record["examples"] = sum(len(batch["input_ids"]) for batch in batches)
     with made(options.out):
         save_adapter(options.out, model, tokenizer, record)
-    _say_found(options, record["fit"])
+    _say_found(options, record["fit"], len(stack_of(model).layers))
     fitted = model.peft_config["default"]
     if fitted.takes_budget():
         say(f"budget of the adapter: {budget_words(fitted, source.base_config.num_hidden_layers)}")
     say(f"saved {options.out} in {record['seconds']} s")
 
 
-def _say_found(options: FitOptions, found: dict[str, Any]) -> None:
-    """Say what a fit found: each layer's share or option, and the losses."""
+def _say_found(options: FitOptions, found: dict[str, Any], depth: int) -> None:
+    """Say what a fit found in a model of `depth` layers: each layer's share or option,
+    the losses, and the share that runs."""
     from ..fitting.prompts import KEEP_OF
 
     prompts = options.phases == "prefill"
+    layers = found["layers"].values()
+    if prompts:
+        runs = 1 - sum(layer["saved"] for layer in layers)
+    else:
+        runs = 1 - sum(1 - layer["share"] for layer in layers) / depth
     for index, layer in found["layers"].items():
         if prompts:
             say(
@@ -174,7 +181,8 @@ def _say_found(options: FitOptions, found: dict[str, Any]) -> None:
     say(
         f"loss {'behind prompts of' if prompts else 'on'} {found['held_out_tokens']} held-out "
         f"tokens: dense {found['loss_dense']:.4f}, routed {found['loss']:.4f}{between} with "
-        f"{options.keep:.0%} of the {KEEP_OF[options.keep_of] if prompts else 'calls'}"
+        f"{runs:.1%} of the {KEEP_OF[options.keep_of] if prompts else 'calls'} "
+        f"(--keep {options.keep:g})"
     )
     if not prompts:
         fewest, most = found["share_of_rows"]

@@ -594,7 +594,10 @@ def test_the_command_fits_prompts(tmp_path: Path) -> None:
     )
     ended = run(*words, "--out", out)
     assert ended.code == 0, ended.err
-    assert "loss behind prompts of" in ended.out and "70% of the FLOPs of a prompt" in ended.out
+    layers = json.loads((out / "training.json").read_text())["fit"]["layers"].values()
+    left = 1 - sum(layer["saved"] for layer in layers)
+    assert "loss behind prompts of" in ended.out and left < 0.7
+    assert f" with {left:.1%} of the FLOPs of a prompt (--keep 0.7)\n" in ended.out
     assert json.loads((out / "adapter_config.json").read_text())["phases"] == "prefill"
     ended = run(*words, "--out", tmp_path / "other", "--target", "block")
     assert ended.code == 2 and "target='block': of prompts it is found" in ended.err

@@ -445,7 +445,10 @@ def test_the_command_saves_what_loads(tmp_path: Path) -> None:
         "--out", out, "--length", 32, "--gate", "affine",
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    assert "held-out tokens: dense" in ended.out
+    layers = json.loads((out / "training.json").read_text())["fit"]["layers"].values()
+    share = sum(layer["share"] for layer in layers) / len(layers)
+    losses = rf"loss on \d+ held-out tokens: dense .* with {share:.1%} of the calls \(--keep 0.6\)\n"
+    assert re.search(losses, ended.out)
     assert "note: fit_router: " in ended.err and "tokens to fit on are few" in ended.err
     fewest, most = json.loads((out / "training.json").read_text())["fit"]["share_of_rows"]
     assert f"in nine rows of ten, {fewest:.0%} to {most:.0%} of all calls run in full" in ended.out
