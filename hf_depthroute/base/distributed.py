@@ -62,6 +62,26 @@ def each_of_all(value: object) -> list[Any]:
     return values
 
 
+@contextmanager
+def raised_by_all(kind: type[Exception]) -> Iterator[None]:
+    """An error of this kind in the block of one process is raised in every process,
+    at the end of the block, in which nothing may be summed or gathered.
+
+    Alone, it would leave the others waiting for the next sum.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except kind as error:
+        own = error
+    lines = each_of_all(None if own is None else str(own))
+    if own is not None:
+        raise own
+    line = next((line for line in lines if line is not None), None)
+    if line is not None:
+        raise kind(line)
+
+
 def rows_of_all(rows: torch.Tensor) -> torch.Tensor:
     """The rows of all processes `[N, ...]`, one process after the other; counts may differ."""
     if _shares():

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 
-from ..base.distributed import each_of_all, rows_of_all, total
+from ..base.distributed import each_of_all, raised_by_all, rows_of_all, total
 from ..execution.call import RoutedCall
 from ..inference.calibration import active_routings, set_thresholds
 from ..inference.fitting import fit_branch, fit_memory, ridge_of
+from ..inference.non_finite import NonFiniteError
 from ..parts.gate import Gate
 from ..parts.neurons import NeuronBranch
 from ..parts.regression import moments, norms_and_sinks, ridge_weights
@@ -90,7 +91,8 @@ class Fits:
 
         def visit(index: int, calls: list[RoutedCall]) -> list[torch.Tensor]:
             rows = _Rows(calls[: self._fitted], self.walk.real[: self._fitted])
-            check_finite(index, rows.fulls, rows.real)
+            with raised_by_all(NonFiniteError):
+                check_finite(index, rows.fulls, rows.real)
             cheap_N = None
             if not first:
                 cheap_N = self._scores(index, rows) < self.threshold

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from ..base.distributed import each_of_all, total
+from ..base.distributed import each_of_all, raised_by_all, total
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import PROMPT_SHARE, prompts_of, token_mask
 from ..evaluation.flops import count_flops
 from ..execution.call import RoutedCall
 from ..inference.calibration import active_routings
 from ..inference.fitting import fit_branch, ridge_of
+from ..inference.non_finite import NonFiniteError
 from ..parts.baseline_gates import SinkGate
 from ..parts.neurons import NeuronBranch, neurons_of
 from ..parts.regression import norms_and_sinks
@@ -125,7 +126,8 @@ class Search:
         for target in ("ffn", "attention", "block"):
             paths[target] = self._paths(routing, target, states, paths)
         outputs = [call.finish(full) for call, full in paths["ffn"]]
-        check_finite(index, outputs, self._walk.real)
+        with raised_by_all(NonFiniteError):
+            check_finite(index, outputs, self._walk.real)
         rows: dict[tuple[str, str], Rows] = {}
         gates: dict[str, SinkGate] = {}
         for option in options_of(routing):

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ..base.contexts import hooked, of_this_thread
-from ..base.distributed import each_of_all, own_rows, total
+from ..base.distributed import each_of_all, own_rows, raised_by_all, total
 from ..base.lm_head import logits_at
 from ..base.stack import stack_of
 from ..base.sublayers import Kwargs, hidden_of, stream_given
@@ -108,14 +108,15 @@ def text_gradients(
     """
     number = seed * 1_000_003 + own_rows(sum(len(batch["input_ids"]) for batch in batches))[0].start
     found = []
-    for batch, counted_BT in zip(batches, counted, strict=True):
-        rows = []
-        for row in range(len(counted_BT)):  # one at a time: logits are large
-            one = {name: value[row : row + 1] for name, value in batch.items()}
-            gradients = stream_gradients(model, one, counted_BT[row : row + 1], [number], draws)
-            rows.append([g.bfloat16() for g in gradients])
-            number += 1
-        found.append([torch.cat(of_layer, dim=1) for of_layer in zip(*rows, strict=True)])
+    with raised_by_all(NonFiniteError):
+        for batch, counted_BT in zip(batches, counted, strict=True):
+            rows = []
+            for row in range(len(counted_BT)):  # one at a time: logits are large
+                one = {name: value[row : row + 1] for name, value in batch.items()}
+                gradients = stream_gradients(model, one, counted_BT[row : row + 1], [number], draws)
+                rows.append([g.bfloat16() for g in gradients])
+                number += 1
+            found.append([torch.cat(of_layer, dim=1) for of_layer in zip(*rows, strict=True)])
     return found
 
 

@@ -447,7 +447,9 @@ def test_the_command_saves_what_loads(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     layers = json.loads((out / "training.json").read_text())["fit"]["layers"].values()
     share = sum(layer["share"] for layer in layers) / len(layers)
-    losses = rf"loss on \d+ held-out tokens: dense .* with {share:.1%} of the calls \(--keep 0.6\)\n"
+    losses = (
+        rf"loss on \d+ held-out tokens: dense .* with {share:.1%} of the calls \(--keep 0.6\)\n"
+    )
     assert re.search(losses, ended.out)
     assert "note: fit_router: " in ended.err and "tokens to fit on are few" in ended.err
     fewest, most = json.loads((out / "training.json").read_text())["fit"]["share_of_rows"]

@@ -38,6 +38,7 @@ from hf_depthroute import (
     record_routes,
     replay_routes,
 )
+from hf_depthroute.inference.non_finite import NonFiniteError
 from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace
 from hf_depthroute.training.exits import observe_exits
@@ -299,11 +300,30 @@ def fitted(rank: int, world: int) -> Result:
     return found
 
 
+def fitted_to_nan(rank: int, world: int) -> Result:
+    """Errors of fits of a text with NaN in one of the last process's rows,
+    one that is fitted on (18) or held out (19)."""
+    found: Result = {}
+    for phases in ("all", "prefill"):
+        for row in (18, 19):
+            base = build_base("llama")
+            ids = tokens(20, 96).clamp(max=62)
+            ids[row, 50] = 63
+            with torch.no_grad():
+                base.get_input_embeddings().weight[63] = torch.nan
+            config = DepthRouteConfig(layers="all", phases=phases)
+            try:
+                fit_router(base, [{"input_ids": ids}], 0.6, config)
+            except NonFiniteError as error:
+                found[f"{phases} {row}"] = str(error)
+    return found
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     found = {"accelerate_loop": accelerate_loop()}  # comes first: it starts the process group
     rank, world = dist.get_rank(), dist.get_world_size()
-    for scenario in (*STEPS, *SHARDED, *RUNS, fitted):
+    for scenario in (*STEPS, *SHARDED, *RUNS, fitted, fitted_to_nan):
         found[scenario.__name__] = scenario(rank, world)
         # Here and now: what is left of wrapped models holds threads and the process group.
         gc.collect()

@@ -269,6 +269,13 @@ def test_two_processes_find_the_prompts_layers_of_one(results: Path) -> None:
     assert chosen[0] == chosen[1]
 
 
+def test_nan_that_one_process_meets_in_a_fit_ends_it_in_both(results: Path) -> None:
+    first, second = load(results, "fitted_to_nan")
+    assert first == second and len(first) == 4
+    for said in first.values():
+        assert said.startswith("the stream behind layer 0 is not finite in float32 for ")
+
+
 @pytest.mark.nightly
 def test_the_command_fits_in_two_processes_and_writes_once(results: Path, tmp_path: Path) -> None:
     launcher = [
