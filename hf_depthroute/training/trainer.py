@@ -92,6 +92,7 @@ class DepthRouteTrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         self._callback = RoutingCallback()
         self._watch(self.model)
+        self.routing_objective.end_schedule()  # gates that it froze train until training begins
         # Adds to the logs before the integrations read them.
         self.callback_handler.callbacks.insert(0, self._callback)
 

@@ -927,3 +927,16 @@ def test_gates_that_one_training_leaves_alone_train_in_the_next(tmp_path: Path) 
         "gate" in name and not torch.equal(value, before[name])
         for name, value in adapter_state(model).items()
     )
+
+
+def test_a_trainer_that_has_not_begun_leaves_the_gates_to_others(tmp_path: Path) -> None:
+    model = build_routed("llama")
+    fixed, _ = make_trainer(model, rows(4), tmp_path, train_gates=False)
+    other, _ = make_trainer(model, rows(4), tmp_path)
+    for trainer, moves in ((other, True), (fixed, False)):
+        before = adapter_state(model)
+        trainer.train()
+        now = adapter_state(model)
+        moved = {name for name, value in now.items() if not torch.equal(value, before[name])}
+        assert any("gate" in name for name in moved) is moves
+        assert any("branch" in name for name in moved)
