@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..base.distributed import rows_of_all
 from ..base.lm_head import LMHead
-from .gate import Gate, GateOutput
+from .gate import Gate, GateOutput, Thresholds
 from .regression import norms_and_sinks
 
 _NO_SINKS = 69.0  # of a bound that no stream reaches, about 1e30
@@ -75,7 +75,7 @@ class ExitGate(Gate):
         return {"scores": -(logits.amax(-1) - logits.logsumexp(-1)).exp()}
 
 
-class SinkGate(Gate):
+class SinkGate(Thresholds, Gate):
     """`u = ln(rms(h) / bound)`: attention sinks run in full,
     every other token takes the cheap path. Nothing trains.
 

@@ -9,7 +9,8 @@ Shapes: B batch, T positions, E experts, d model width, g rows of the gate.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,18 @@ class ScoreHead(nn.Linear):
             return lambda x: torch.mv(x.float().view(-1, x.shape[-1]), weight)
         bias = self.bias.detach().float()
         return lambda x: torch.addmv(bias, x.float().view(-1, x.shape[-1]), weight)
+
+
+class Thresholds(nn.Module):
+    """What scores are compared with: it goes to the model's device, and keeps its own dtype where
+    `model.to(dtype)` changes the model's. Rounded, it would decide otherwise."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            made = fn(tensor)
+            return made if made.dtype is tensor.dtype else tensor.to(made.device)
+
+        return super()._apply(moved, recurse)
 
 
 def default_hidden(width: int, divisor: int = 4) -> int:

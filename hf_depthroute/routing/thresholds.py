@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..base.distributed import sum_over_processes, world_size
+from ..parts.gate import Thresholds
 from ..parts.rules import ALIKE
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
     where: str
 
 
-class ScoreQuantiles(nn.Module):
+class ScoreQuantiles(Thresholds):
     """The quantile function of a layer's scores at `0, 0.005, ..., 1`;
     calling it gives the threshold of a budget.
 
@@ -144,7 +144,7 @@ def share_shifts(shares: Mapping[int, float]) -> dict[int, float]:
     return {index: log_odds(share) - log_odds(together) for index, share in shares.items()}
 
 
-class BudgetController(nn.Module):
+class BudgetController(Thresholds):
     """A score threshold that training moves against the sign of the load error,
     instead of a budget loss.
 

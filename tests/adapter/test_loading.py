@@ -29,7 +29,9 @@ from hf_depthroute import (
     replay_routes,
 )
 from hf_depthroute.adapter.files import AdapterMismatchError, tensors_hash
+from hf_depthroute.parts.baseline_gates import SinkGate
 from hf_depthroute.routing.routing import Routing
+from hf_depthroute.routing.stack import routings_of
 
 # "gate", "routing" and "depth_route" also occur in the keys themselves.
 NAMES = ("default", "x", "gate", "routing", "depth_route", "A-b_9")
@@ -198,6 +200,44 @@ def test_an_adapter_that_is_not_kept_in_float32_has_the_dtype_of_its_base(
         expected = model(ids).logits
     with replay_routes(loaded, trace), torch.no_grad():
         assert (loaded(ids).logits - expected).abs().max() < 0.1 * expected.std()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"gate": "mlp", "selection": "controller"},
+        {"gate": "jepa"},
+        {"gate": "sinks", "target": "block", "branch": "lowrank"},
+    ],
+    ids=lambda fields: fields["gate"],
+)
+def test_a_model_that_is_converted_decides_as_one_that_was_loaded_so(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """What scores are compared with stays in float32, as it was."""
+    model = routed(build_base("llama"), **fields)
+    for routing in routings_of(model):
+        if isinstance(gate := routing.gate("default"), SinkGate):
+            gate.log_bound.fill_(-0.123456789)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(
+        build_base("llama", dtype=torch.bfloat16), tmp_path, autocast_adapter_dtype=False
+    ).eval()
+    before = own_tensors(model, "default")
+    kinds = ("_quantiles.", "_controller.", "log_bound")
+    compared = {key: value.clone() for key, value in before.items() if any(k in key for k in kinds)}
+    model.to(torch.bfloat16)
+    assert next(model.parameters()).dtype is torch.bfloat16
+    after = own_tensors(model, "default")
+    for key, value in compared.items():
+        assert torch.equal(after[key], value) and after[key].dtype is value.dtype, key
+    ids = tokens(64, 60)
+    masks = []
+    for one in (model, loaded):
+        with record_routes(one) as trace, torch.no_grad():
+            one(ids)
+        masks.append(torch.stack([record.mask for record in trace.values()]))
+    assert torch.equal(*masks) and masks[0].any() and not masks[0].all()
 
 
 def test_an_adapter_has_its_bases_dtype_from_the_start_and_float32_stays() -> None:
