@@ -86,8 +86,8 @@ class ScoreHead(nn.Linear):
 
 
 class Thresholds(nn.Module):
-    """What scores are compared with: it goes to the model's device, and keeps its own dtype where
-    `model.to(dtype)` changes the model's. Rounded, it would decide otherwise."""
+    """Numbers that scores are compared with: they go to the model's device, and keep their dtype
+    where `model.to(dtype)` changes the model's. Rounded, they would decide otherwise."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         def moved(tensor: torch.Tensor) -> torch.Tensor:
