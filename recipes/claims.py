@@ -17,13 +17,13 @@ from aux_losses.paper.claims import CLAIMS, QUESTIONS, Claim, Verdict, judge
 from engram import report as engram_report
 from lora import report as lora_report
 from moe import verdicts as moe_verdicts
+from pages import markdown_table, markdown_text
 from router_tuning import report as tuning_report
 from study.claims import Judged, claims_table, count_states, tell_states
 from study.intervals import NOT_RUN, STATES
 from study.results import read_results
 from token_selective import report as selective_report
 
-from hf_depthroute.files.markdown import markdown_table, markdown_text
 from hf_depthroute.files.strict_yaml import read_mapping
 
 RECIPES = Path(__file__).parent

@@ -9,10 +9,9 @@ from collections import Counter
 
 from aux_losses.paper.values import values
 from fit_router import report as fit_report
+from pages import markdown_table
 from study.page import RECIPES, read
 from study.results import StudyRuns, read_results
-
-from hf_depthroute.files.markdown import markdown_table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import claims
 from fit_router import report as fit_report
+from pages import markdown_table
 from router_tuning import report as tuning_report
 from smollm2 import page as smollm2
 from study.claims import tell_states
@@ -23,7 +24,6 @@ from study.intervals import tell_mean
 from token_selective import report as selective_report
 from vllm_load import report as vllm_report
 
-from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.training.presets import PRESETS
 
 RECIPES = Path(__file__).parent

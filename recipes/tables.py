@@ -24,6 +24,7 @@ from fit_router import page as fit_router
 from fit_router import report as fit_report
 from lora import page as lora
 from moe import page as moe
+from pages import markdown_table
 from peers import page as peers
 from peers_smollm2 import page as peers_smollm2
 from router_tuning import page as router_tuning
@@ -33,8 +34,6 @@ from stories260k import page as stories260k
 from study.page import RECIPES, Study, read
 from token_selective import page as token_selective
 from vllm_load import page as vllm_load
-
-from hf_depthroute.files.markdown import markdown_table
 
 README = RECIPES.parent / "README.md"
 RESULTS_PAGE = RECIPES.parent / "docs" / "results.md"

@@ -9,8 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import headlines
-
-from hf_depthroute.files.markdown import markdown_table
+from pages import markdown_table
 
 RECIPES = Path(__file__).parent
 HALF = "0.5"  # the budget of every figure here

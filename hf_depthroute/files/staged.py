@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from typing import Any
 
 try:
     import fcntl
@@ -71,13 +67,6 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: object, **how: Any) -> None:
     """As `write_text`; `how` is passed to `json.dumps`."""
     write_text(path, json.dumps(content, **{"indent": 2, **how}) + "\n")
-
-
-def png_of(figure: Figure, dpi: int) -> bytes:
-    """A figure of matplotlib as the bytes of a PNG file."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=dpi)
-    return file.getvalue()
 
 
 def sync(path: Path) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from aux_losses.paper.claims import judge
 from aux_losses.paper.values import fixed, spread, values
+from pages import markdown_table
 from study.claims import tell_states
 from study.page import RECIPES, Study, read
 from study.results import StudyRuns, read_results
-
-from hf_depthroute.files.markdown import markdown_table
 
 
 def study() -> Study:

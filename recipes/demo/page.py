@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from demo import report as demo_report
+from pages import markdown_table
 from speed.page import with_error
 from study.page import Study, read
-
-from hf_depthroute.files.markdown import markdown_table
 
 
 def study() -> Study:

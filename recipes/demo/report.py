@@ -11,10 +11,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from pages import markdown_table, png_of
 
-from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.shown import shown, shown_block
-from hf_depthroute.files.staged import png_of, write_bytes, write_text
+from hf_depthroute.files.staged import write_bytes, write_text
 
 LINES = ("layers left out, fitted", "routers fitted", "routers fitted for 0.5, then trained")
 SIZES = {"bench": "this base", "bench_wide": "Qwen2.5-0.5B's width"}

@@ -18,11 +18,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
 
 import matplotlib
 import numpy as np
+from pages import markdown_table, png_of
 from study.claims import Judged, claims_table, judge
 from study.intervals import OPEN, tell_mean
 
-from hf_depthroute.files.markdown import markdown_table
-from hf_depthroute.files.staged import png_of, write_bytes, write_text
+from hf_depthroute.files.staged import write_bytes, write_text
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

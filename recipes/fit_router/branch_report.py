@@ -13,9 +13,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
 
+from pages import markdown_table
 from study.intervals import interval, tell_mean
 
-from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import write_text
 
 HERE = Path(__file__).parent

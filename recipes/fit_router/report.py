@@ -8,16 +8,19 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `pages` is there
+
 import matplotlib
 import numpy as np
+from pages import markdown_table, png_of
 from scipy.stats import ttest_1samp
 
-from hf_depthroute.files.markdown import markdown_table
-from hf_depthroute.files.staged import png_of, write_bytes, write_text
+from hf_depthroute.files.staged import write_bytes, write_text
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

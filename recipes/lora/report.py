@@ -15,10 +15,10 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
 
+from pages import markdown_table
 from study.claims import Judged, claims_table, judge
 from study.intervals import tell_mean
 
-from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import write_text
 
 HERE = Path(__file__).parent

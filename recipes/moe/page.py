@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from pages import markdown_table
 from study.page import RECIPES, Study, read
-
-from hf_depthroute.files.markdown import markdown_table
 
 
 def static_at_share(row: str) -> float:

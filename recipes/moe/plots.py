@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from pages import png_of
 
-from hf_depthroute.files.staged import png_of, write_bytes
+from hf_depthroute.files.staged import write_bytes
 
 
 def plot_expert_load(path: Path, loads: Mapping[str, Mapping[int, Sequence[float]]]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
 
 import matplotlib.pyplot as plt
+from pages import markdown_table
 from plots import plot_expert_load
 from pretrain import BATCH, DATA, LEARNING_RATE
 from route import BASE, BUDGETS, DROPPED, SEEDS, name_of, specs
@@ -28,8 +29,6 @@ from route import STEPS as ROUTER_STEPS
 from study.claims import claims_table
 from study.intervals import tell_mean
 from verdicts import balance_claims, imbalance, strongest_at
-
-from hf_depthroute.files.markdown import markdown_table
 
 TITLES = {
     "per_expert": "router per expert",

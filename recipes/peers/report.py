@@ -6,14 +6,17 @@ python recipes/peers/report.py
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `pages` is there
 
-from hf_depthroute.files.markdown import markdown_table
-from hf_depthroute.files.staged import png_of, write_bytes, write_text
+import matplotlib
+from pages import markdown_table, png_of
+
+from hf_depthroute.files.staged import write_bytes, write_text
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

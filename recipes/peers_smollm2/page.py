@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from hf_depthroute.files.markdown import markdown_table
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `pages` is there
+
+from pages import markdown_table, png_of
 
 FOLDER = Path(__file__).resolve().parent
 LABELS = {
@@ -198,7 +201,7 @@ def draw(path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    from hf_depthroute.files.staged import png_of, write_bytes
+    from hf_depthroute.files.staged import write_bytes
 
     found, ratios = results(), times().get("over_dense", {})
     panels = {

@@ -17,10 +17,10 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
 
+from pages import markdown_table
 from study.claims import Judged, cannot_decide, claims_table, judge, set_against
 from study.intervals import AGREES, DISAGREES, OPEN, tell_mean
 
-from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import write_text
 
 HERE = Path(__file__).parent

@@ -7,9 +7,8 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from pages import markdown_table
 from study.page import RECIPES, Study, read
-
-from hf_depthroute.files.markdown import markdown_table
 
 FOLDER = RECIPES / "smollm2"
 MAIN = "results"  # those of SmolLM2

@@ -19,9 +19,10 @@ sys.path.append(str(HERE.parent))
 matplotlib.use("agg")
 
 from matplotlib import pyplot as plt  # noqa: E402
+from pages import png_of  # noqa: E402
 from smollm2 import page  # noqa: E402
 
-from hf_depthroute.files.staged import png_of, write_bytes  # noqa: E402
+from hf_depthroute.files.staged import write_bytes  # noqa: E402
 
 PANELS = {  # a setting of the losses: its title
     "long": "prompts of 1,024 tokens, the loss of the text behind",

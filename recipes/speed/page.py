@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import headlines
+from pages import markdown_table
 from study.page import Study, read
 
 from hf_depthroute.execution.costs import GatherCosts
-from hf_depthroute.files.markdown import markdown_table
 
 from .shapes import SHAPES
 

@@ -9,10 +9,11 @@ from typing import Any
 import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
+from pages import png_of
 
 from hf_depthroute.bench.measurements import TIMED, measurements, short_label
 from hf_depthroute.bench.variants import DISABLED, FULL
-from hf_depthroute.files.staged import png_of, write_bytes
+from hf_depthroute.files.staged import write_bytes
 
 Found = Sequence[Mapping[str, Any]]  # measurements
 COLORS = {

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from pages import markdown_table
 from study.page import Study, read
-
-from hf_depthroute.files.markdown import markdown_table
 
 
 def study() -> Study:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hf_depthroute.files.markdown import markdown_table
+from pages import markdown_table
 
 from .intervals import MIN_SEEDS, OPEN, STATES, answer, interval
 

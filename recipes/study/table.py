@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pages import markdown_table, markdown_text
 
-from hf_depthroute.files.markdown import markdown_table, markdown_text
 from hf_depthroute.files.staged import write_files
 
 from .results import StudyRuns, dump_results, number, read_results

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from pages import markdown_table
 from study.page import Study
 from token_selective import report as selective_report
-
-from hf_depthroute.files.markdown import markdown_table
 
 
 def study() -> Study:

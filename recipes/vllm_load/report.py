@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_depthroute.files.markdown import markdown_table
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `pages` is there
+
+from pages import markdown_table
+
 from hf_depthroute.files.staged import write_text
 
 HERE = Path(__file__).parent

@@ -11,12 +11,12 @@ import base64
 from collections.abc import Sequence
 from pathlib import Path
 
+from pages import markdown_table, markdown_text
 from study.claims import tell_states
 from study.intervals import AGREES, DISAGREES, OPEN
 from study.results import StudyRuns, dump_results, read_results
 from study.table import study_facts, study_notes, study_title
 
-from hf_depthroute.files.markdown import markdown_table, markdown_text
 from hf_depthroute.files.staged import write_files
 
 from .claims import SOURCES, Verdict, judge, untested

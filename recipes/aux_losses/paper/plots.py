@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pages import png_of
 from study.results import StudyRuns
-
-from hf_depthroute.files.staged import png_of
 
 from .curves import draw_gradients, draw_learning
 from .layouts import UTIL_SWEEP

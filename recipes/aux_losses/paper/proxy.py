@@ -7,9 +7,8 @@ without and with the target projection.
 
 from __future__ import annotations
 
+from pages import markdown_table
 from study.metrics import training_ffn_ratio
-
-from hf_depthroute.files.markdown import markdown_table
 
 PAPER = {"G1": 1.513, "G3": 1.527, "A3-G1": 1.054, "A3-G3": 1.068}
 WIDTH, FFN_WIDTH, LAYERS, BUDGET, RANK, INTERVAL = 640, 2560, 4, 0.5, 80, 5
