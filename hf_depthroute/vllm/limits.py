@@ -3,7 +3,6 @@ refused in one line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +30,34 @@ _BASES = {
     ),
     "gpt2": "vLLM's Transformers backend does not load its transposed projections",
 }
-_LOADERS = ("auto", "safetensors")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OPTIONS = {  # of vLLM
+    "--pipeline-parallel-size": (
+        "the adapter's layers would have to follow the base's over processes"
+    ),
+    "--enable-expert-parallel": "there are no experts in a routed FFN",
+    "--prefill-context-parallel-size": "a process holds a part of the rows only",
+    "--enable-dbo": "half batches have no forward context of their own here",
+    "--speculative-config": (
+        "the rows of rejected tokens would be routed and counted; hf_depthroute.lossless_generate "
+        "drafts itself"
+    ),
+    "--enable-lora": (
+        "vLLM finds a row's LoRA by its place in the batch, and gathered rows have another"
+    ),
+    "--kv-transfer-config": (
+        "keys and values of other engines are those of another budget, or of none"
+    ),
+    "--quantization": "a quantised base is not the one that was routed",
+    "--enable-sleep-mode": "waking up would leave the adapter's weights out",
+    "--trust-remote-code": "a base with code of its own may be served by it, unrouted",
+    "--runner": "only text generation is routed",
+    "--load-format": "the base is read from safetensors; use one of: auto, safetensors",
+    "--compilation-config": "with enable_sp a process holds a part of the rows only",
+    "--compilation-config cudagraph_mode": (
+        "{graphs} records one decision and repeats it; use PIECEWISE or NONE"
+    ),
+}
 
 
 def check_all(vllm_config: Any) -> None:
@@ -85,43 +111,33 @@ def check_adapter(config: DepthRouteConfig) -> None:
         ConfigError: What it is that cannot be served, and why.
     """
     gate = GATES[config.gate]
-    _check_targets(config)
-    if config.branch == "memory":
-        _refuse("branch", config.branch, _PARTS["memory"])
-    if config.granularity != "token":
-        _refuse(
-            "granularity",
-            config.granularity,
-            "a batch there is one row that holds tokens of many requests",
-        )
-    if gate.static or gate.exits or gate.reads_logits:
-        _refuse(
-            "gate",
-            config.gate,
-            "only gates that score a token by its own stream, against a threshold, are",
-        )
-    if config.causal_rule != "quantile":
-        _refuse("causal_rule", config.causal_rule, "only thresholds are")
-    if config.modules_to_save:
-        _refuse(
-            "modules_to_save",
-            config.modules_to_save,
-            "the base's weights are loaded by vLLM, not from an adapter",
-        )
-
-
-def _check_targets(config: DepthRouteConfig) -> None:
-    """FFNs have to be among what layers skip; where attention is, too,
-    it is computed for all rows all the same."""
     names = {config.target, *(config.target_pattern or {}).values()}
     skipped = {part for name in names for part in TARGETS[name].skips}
-    if skipped == {"attention"} or not skipped <= {"attention", "ffn"}:
-        reasons = [_PARTS[part] for part in sorted(skipped) if part in _PARTS]
-        _refuse(
-            "target",
-            config.target,
+    reasons = [_PARTS[part] for part in sorted(skipped) if part in _PARTS]
+    unserved = {
+        # Where attention is skipped besides, it is computed for all rows all the same.
+        "target": (
+            skipped == {"attention"} or not skipped <= {"attention", "ffn"},
             next(iter(reasons), "only the FFN's rows can be left out there"),
-        )
+        ),
+        "branch": (config.branch == "memory", _PARTS["memory"]),
+        "granularity": (
+            config.granularity != "token",
+            "a batch there is one row that holds tokens of many requests",
+        ),
+        "gate": (
+            gate.static or gate.exits or gate.reads_logits,
+            "only gates that score a token by its own stream, against a threshold, are",
+        ),
+        "causal_rule": (config.causal_rule != "quantile", "only thresholds are"),
+        "modules_to_save": (
+            config.modules_to_save,
+            "the base's weights are loaded by vLLM, not from an adapter",
+        ),
+    }
+    for field, (given, why) in unserved.items():
+        if given:
+            raise ConfigError(f"{field}={getattr(config, field)!r} is not served by vLLM: {why}")
 
 
 def check_base_config(config: Any) -> None:
@@ -134,23 +150,15 @@ def check_base_config(config: Any) -> None:
             build it.
     """
     family = row_of(config)
+    why = _BASES.get(config.model_type)
     if text_config(config) is not config:
-        _refuse("base", config.model_type, "a model that reads images too was not tried")
-    if config.model_type in _BASES:
-        _refuse("base", config.model_type, _BASES[config.model_type])
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    if any(getattr(config, name, None) for name in names):
-        _refuse(
-            "base",
-            config.model_type,
-            "the experts of a mixture of experts are vLLM's own fused call",
-        )
-    if family.logits is not None and family.logits[0] == "divide":
-        _refuse(
-            "base",
-            config.model_type,
-            "vLLM's Transformers backend leaves out the division of its logits",
-        )
+        why = "a model that reads images too was not tried"
+    elif any(getattr(config, name, None) for name in _EXPERTS):
+        why = "the experts of a mixture of experts are vLLM's own fused call"
+    elif family.logits is not None and family.logits[0] == "divide":
+        why = "vLLM's Transformers backend leaves out the division of its logits"
+    if why is not None:
+        raise ConfigError(f"base={config.model_type!r} is not served by vLLM: {why}")
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -164,70 +172,25 @@ def check_engine(vllm_config: Any) -> None:
     """
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
-    load = vllm_config.load_config
     compilation = vllm_config.compilation_config
     # Not chosen yet: `model.prepare` chooses.
-    graphs = getattr(compilation.cudagraph_mode, "name", None)
-    found = {
-        "--pipeline-parallel-size": (
-            parallel.pipeline_parallel_size > 1,
-            "the adapter's layers would have to follow the base's over processes",
-        ),
-        "--enable-expert-parallel": (
-            parallel.enable_expert_parallel,
-            "there are no experts in a routed FFN",
-        ),
-        "--prefill-context-parallel-size": (
-            parallel.prefill_context_parallel_size > 1,
-            "a process holds a part of the rows only",
-        ),
-        "--enable-dbo": (
-            parallel.enable_dbo,
-            "half batches have no forward context of their own here",
-        ),
-        "--speculative-config": (
-            vllm_config.speculative_config is not None,
-            "the rows of rejected tokens would be routed and counted; "
-            "hf_depthroute.lossless_generate drafts itself",
-        ),
-        "--enable-lora": (
-            vllm_config.lora_config is not None,
-            "vLLM finds a row's LoRA by its place in the batch, and gathered rows have another",
-        ),
-        "--kv-transfer-config": (
-            vllm_config.kv_transfer_config is not None,
-            "keys and values of other engines are those of another budget, or of none",
-        ),
-        "--quantization": (
-            model.quantization is not None,
-            "a quantised base is not the one that was routed",
-        ),
-        "--enable-sleep-mode": (
-            model.enable_sleep_mode,
-            "waking up would leave the adapter's weights out",
-        ),
-        "--trust-remote-code": (
-            model.trust_remote_code,
-            "a base with code of its own may be served by it, unrouted",
-        ),
-        "--runner": (model.runner_type != "generate", "only text generation is routed"),
-        "--load-format": (
-            str(load.load_format) not in _LOADERS,
-            f"the base is read from safetensors; use one of: {', '.join(_LOADERS)}",
-        ),
-        "--compilation-config": (
-            getattr(compilation.pass_config, "enable_sp", None),
-            "with enable_sp a process holds a part of the rows only",
-        ),
-        "--compilation-config cudagraph_mode": (
-            "FULL" in (graphs or ""),
-            f"{graphs} records one decision and repeats it; use PIECEWISE or NONE",
-        ),
+    graphs = getattr(compilation.cudagraph_mode, "name", None) or ""
+    given = {
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--enable-expert-parallel": parallel.enable_expert_parallel,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
+        "--enable-dbo": parallel.enable_dbo,
+        "--speculative-config": vllm_config.speculative_config is not None,
+        "--enable-lora": vllm_config.lora_config is not None,
+        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "--quantization": model.quantization is not None,
+        "--enable-sleep-mode": model.enable_sleep_mode,
+        "--trust-remote-code": model.trust_remote_code,
+        "--runner": model.runner_type != "generate",
+        "--load-format": str(vllm_config.load_config.load_format) not in ("auto", "safetensors"),
+        "--compilation-config": getattr(compilation.pass_config, "enable_sp", None),
+        "--compilation-config cudagraph_mode": "FULL" in graphs,
     }
-    for option, (given, why) in found.items():
-        if given:
-            raise ConfigError(f"{option} is not supported with a depth-routed adapter: {why}")
-
-
-def _refuse(field: str, value: str | Sequence[str], why: str) -> None:
-    raise ConfigError(f"{field}={value!r} is not served by vLLM: {why}")
+    for option in (option for option, value in given.items() if value):
+        why = _OPTIONS[option].format(graphs=graphs)
+        raise ConfigError(f"{option} is not supported with a depth-routed adapter: {why}")
