@@ -31,13 +31,8 @@ _Points = Sequence[tuple[float, float, str]]  # x, y, and what pointing at it sh
 class Chart:
     """One pair of axes, with a title and a description for those who do not see it.
 
-    Args:
-        key: A part of the page's ids; unique.
-        title: What it shows.
-        description: What can be read from it.
-        caption: What stands below it.
-        size: The view box's width and height.
-        layout: Matplotlib's layout engine, which makes room for labels; None for fixed margins.
+    `key`, a part of the page's ids, is unique; `size` is the view box's width and height.
+    `layout` is Matplotlib's engine that makes room for labels; None for fixed margins.
     """
 
     def __init__(
@@ -89,13 +84,8 @@ class Chart:
             self.figure.savefig(file, format="svg", metadata={"Date": None})
         drawn = ET.fromstring(file.getvalue())
         labelled = " ".join(f"{self.key}-{tag}" for tag in self.words)
-        shown = {
-            "viewBox": drawn.attrib["viewBox"],
-            "role": "img",
-            "aria-labelledby": labelled,
-            "class": "chart",
-        }
-        root = ET.Element("svg", shown)
+        shown = {"viewBox": drawn.attrib["viewBox"], "role": "img", "aria-labelledby": labelled}
+        root = ET.Element("svg", {**shown, "class": "chart"})
         for tag, words in self.words.items():
             ET.SubElement(root, tag, {"id": f"{self.key}-{tag}"}).text = words
         root.extend(part for part in drawn if part.tag.endswith("}g"))
@@ -150,12 +140,9 @@ def loss_chart(report: RunReport) -> Chart:
         ]
         found.append((name, kind, mark, points))
     ends = "; ".join(f"{row['loss']:.3f} at share {row['full_ratio']:.2f}" for row in report.routed)
-    chart = Chart(
-        "loss-chart",
-        "Loss against the share run full",
-        f"Dense loss {dense:.3f}. Routed: {ends}.",
-        "Loss: lower is better. The distance to the dashed line is what routing costs.",
-    )
+    title = "Loss against the share run full"
+    caption = "Loss: lower is better. The distance to the dashed line is what routing costs."
+    chart = Chart("loss-chart", title, f"Dense loss {dense:.3f}. Routed: {ends}.", caption)
     return _lines(chart, found, dense, "loss, nats per token")
 
 
@@ -287,8 +274,7 @@ def ratio_chart(report: RunReport, number: int) -> Chart:
 def histogram(report: RunReport, number: int, index: int) -> Chart:
     """Scores of one layer at one budget: what ran full, above what did not, and the threshold."""
     layer = report.scores[number][index]
-    first = layer.edges[0]
-    last = layer.edges[-1]
+    first, *_, last = layer.edges
     threshold = layer.threshold
     limit = "no threshold"
     if threshold is not None:
@@ -302,17 +288,14 @@ def histogram(report: RunReport, number: int, index: int) -> Chart:
         layout=None,  # slow, and these are many
     )
     chart.figure.subplots_adjust(left=0.03, right=0.97, bottom=0.2, top=0.85)
-    skipped_bars = []
-    full_bars = []
+    bars: dict[str, list[Any]] = {"skipped": [], "full": []}
     for low, high, full, skipped in zip(layer.edges, layer.edges[1:], layer.full, layer.skipped):
-        width = 0.9 * (high - low)
         tip = f"scores {low:.3f} to {high:.3f}: {full:,} full, {skipped:,} skipped"
-        if skipped:
-            skipped_bars.append((low, 0.0, width, skipped, tip))
-        if full:
-            full_bars.append((low, skipped, width, full, tip))
-    chart.bars(skipped_bars, "skipped")
-    chart.bars(full_bars, "full")
+        for kind, bottom, height in (("skipped", 0.0, skipped), ("full", skipped, full)):
+            if height:
+                bars[kind].append((low, bottom, 0.9 * (high - low), height, tip))
+    for kind, rows in bars.items():
+        chart.bars(rows, kind)
     highest = max(map(sum, zip(layer.full, layer.skipped, strict=True)), default=1) or 1
     chart.axes.set(xlim=(first, last), ylim=(0, highest), yticks=[])
     chart.axes.set_xticks([first, last], [f"{first:.2f}", f"{last:.2f}"])

@@ -31,24 +31,14 @@ PARTS = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class LayerScores:
-    """Decisions of one layer at one budget.
+    """Decisions of one layer at one budget, with a histogram of their scores."""
 
-    Attributes:
-        threshold: What scores were compared with; None if something else decided.
-        full_ratio: Share of real tokens that ran full.
-        edges: `BINS + 1` borders of the histogram's bins, the same at every budget; NaN scores are
-            in none.
-        full: Decisions per bin that ran full.
-        skipped: Decisions per bin that did not.
-        static: Whether the layer has no gate, unlike others.
-    """
-
-    threshold: float | None
-    full_ratio: float
-    edges: list[float]
-    full: list[int]
-    skipped: list[int]
-    static: bool = False
+    threshold: float | None  # that scores were compared with; None if something else decided
+    full_ratio: float  # share of real tokens that ran full
+    edges: list[float]  # borders of the `BINS` bins, the same at every budget; NaN is in none
+    full: list[int]  # decisions per bin that ran full
+    skipped: list[int]  # and those that did not
+    static: bool = False  # has no gate, unlike others
 
     def quartiles(self) -> list[float | None]:
         """Quartiles of the scores, from the histogram: each bin's middle, weighted by its count."""
@@ -65,15 +55,8 @@ class LayerScores:
 class BudgetCost:
     """Counted cost of one forward pass at the shares that ran full, in FLOPs.
 
-    `rest + full + overhead + saved` is `dense`.
-
-    Attributes:
-        dense: The base model.
-        rest: What is never skipped: layers and parts that are not routed, and the head.
-        full: The routed parts of the tokens that ran full.
-        overhead: Routers and cheap branches.
-        saved: What the dense model computes more; negative where routers and branches cost more
-            than they save.
+    `rest + full + overhead + saved` is `dense`, the base model's; `charts.COST_PARTS` says what
+    each is. `saved` is negative where routers and branches cost more than they save.
     """
 
     dense: float
@@ -90,35 +73,20 @@ class BudgetCost:
 
 @dataclass
 class RunReport:
-    """The data of a routed model's page. All lists about budgets are in the order of `budgets`.
-
-    Attributes:
-        title: The page's title.
-        facts: Names and texts: what was measured on what.
-        rows: The rows of `hf-depthroute eval --out`.
-        budgets: Budgets, ascending; the single one of an adapter that follows no budget.
-        follows_budget: Whether the adapter does.
-        scores: `{layer: LayerScores}` per budget.
-        costs: Per budget.
-        cost_shape: Sequences and tokens per sequence that `costs` are of.
-        tokens: As `TokenView.data`; each text has a run per budget.
-        bench: What `hf-depthroute bench --out` wrote; None if speed was not measured.
-        notes: What the reader must know besides.
-        weighs: Whether every token runs in full, and gates weigh what is added (a memory).
-    """
+    """The data of a routed model's page. All lists about budgets are in the order of `budgets`."""
 
     title: str
-    facts: list[tuple[str, str]]
-    rows: Sequence[Mapping[str, Any]]
-    budgets: list[float]
+    facts: list[tuple[str, str]]  # what was measured on what
+    rows: Sequence[Mapping[str, Any]]  # those of `hf-depthroute eval --out`
+    budgets: list[float]  # ascending; the single one of an adapter that follows no budget
     follows_budget: bool
-    scores: list[dict[int, LayerScores]]
+    scores: list[dict[int, LayerScores]]  # per budget, by layer
     costs: list[BudgetCost]
-    cost_shape: tuple[int, int]
-    tokens: dict[str, Any]
-    bench: Mapping[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
-    weighs: bool = False
+    cost_shape: tuple[int, int]  # sequences and tokens per sequence that `costs` are of
+    tokens: dict[str, Any]  # as `TokenView.data`; each text has a run per budget
+    bench: Mapping[str, Any] | None = None  # as `hf-depthroute bench --out`; None: not measured
+    notes: list[str] = field(default_factory=list)  # for the reader
+    weighs: bool = False  # every token runs in full, and gates weigh what is added (a memory)
 
     @property
     def names(self) -> list[str]:
@@ -156,12 +124,8 @@ class RunReport:
     @property
     def routed(self) -> list[Mapping[str, Any]]:
         """The rows of the inference rule, one per budget."""
-        rows = {
-            row["budget"]: row
-            for row in reversed(self.rows)
-            if row["rule"] in ("threshold", "fixed")
-        }
-        return [rows[budget] for budget in self.budgets]
+        followed = [row for row in self.rows if row["rule"] in ("threshold", "fixed")]
+        return [next(r for r in followed if r["budget"] == budget) for budget in self.budgets]
 
     def timed(self, part: str) -> Mapping[str, Mapping[str, Any]]:
         """Measured rows of prefill or decode by the budget's number as text;
@@ -176,17 +140,11 @@ class RunReport:
 
 @dataclass(frozen=True)
 class Sample:
-    """A text for the token view.
+    """A text for the token view."""
 
-    Attributes:
-        label: What the reader can choose it by.
-        input_ids: `[T]`.
-        new_tokens: Tokens to generate after it, at every budget by itself.
-    """
-
-    label: str
-    input_ids: torch.Tensor
-    new_tokens: int = 0
+    label: str  # that the reader can choose it by
+    input_ids: torch.Tensor  # [T]
+    new_tokens: int = 0  # to generate after it, at every budget by itself
 
 
 @torch.no_grad()
