@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from transformers import Cache
 
 Key = tuple[str, str]  # variant, mode
-# By budget, what `PassCounter.shares` says.
-Shares = Mapping[float, Mapping[int, tuple[float, float]]]
+Shares = Mapping[float, Mapping[int, tuple[float, float]]]  # by budget, `PassCounter.shares`
 _LONG = 2.0  # seconds
 _TELLING = 0.005  # an ideal saving below this share of the dense time gives no meaningful eta
 
@@ -71,10 +70,7 @@ def measure_inference(
 
 
 class _Runs:
-    """Runs a case as any variant in any mode.
-
-    Caches are filled once, and rewound after each run.
-    """
+    """Runs a case as any variant in any mode; caches are filled once, and rewound after a run."""
 
     def __init__(self, variants: Variants, case: Case, input_ids: torch.Tensor) -> None:
         self.variants = variants
@@ -100,7 +96,6 @@ class _Runs:
         return seconds
 
     def shares(self, budget: float) -> Mapping[int, tuple[float, float]]:
-        """The shares that ran, from `PassCounter.shares`."""
         with (
             self._ready(budget_name(budget), "eager") as (run, rewind),
             count_passes(self.variants.model) as counter,
@@ -117,21 +112,15 @@ class _Runs:
         with self.variants.using(name) as model:
             call = as_run(model, mode)
             cache = self._cache(name, mode, model)
-            start = 0
-            step = self.case.length
-            if self.case.decoded:
-                start = self.case.length
-                step = 1
-            tokens = self.input_ids[:, start:].split(step, dim=1)
-            kept = self.case.pass_sizes()["logits"]
+            start = self.case.length if self.case.decoded else 0
+            sizes = self.case.pass_sizes()
+            tokens = self.input_ids[:, start:].split(sizes["length"], dim=1)
+            how = {"past_key_values": cache, "use_cache": True, "logits_to_keep": sizes["logits"]}
 
             def run() -> None:
-                kwargs = {}
-                if cache is not None:
-                    kwargs = {"past_key_values": cache}
                 for part in tokens:
                     new_step(mode)
-                    logits = call(part, use_cache=True, logits_to_keep=kept, **kwargs).logits
+                    logits = call(part, **how).logits
                     if self.case.decoded:
                         logits.argmax(-1)  # decoding looks at them, whatever is fed next
 
@@ -161,11 +150,7 @@ class _Runs:
 class Times:
     """The times of a case, by variant and mode, in the terms of a result.
 
-    Attributes:
-        variants: What was timed.
-        case: What ran.
-        samples: Seconds by variant and mode.
-        dense: The dense model in its fastest mode.
+    `dense` is the key of the dense model in its fastest mode.
     """
 
     def __init__(
@@ -213,9 +198,7 @@ class Times:
 
     def of_dense(self) -> dict[str, object]:
         """The part of a result about the dense model, and the adapter where nothing is skipped."""
-        case = self.case
-        dense = self.dense
-        samples = self.samples
+        case, dense, samples = self.case, self.dense, self.samples
         error = samples.estimate(dense).error
         found: dict[str, Any] = {
             "batch": case.batch,
@@ -233,7 +216,7 @@ class Times:
         }
         if dense[0] == BASE:
             # In the mode that the dense model is fastest in, for like with like.
-            for name in [name for name in (DISABLED, FULL) if name in self.variants.names]:
+            for name in (name for name in (DISABLED, FULL) if name in self.variants.names):
                 value, error = samples.ratio((name, dense[1]), dense).rounded()
                 found["overheads"][name] = {"ratio": value, "ratio_error": error, "mode": dense[1]}
             found["disabled_over_base"] = found["overheads"][DISABLED]["ratio"]

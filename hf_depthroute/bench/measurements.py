@@ -40,25 +40,19 @@ def measurements(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for part in (part for part in Case.KINDS if part in result):
         setting = result["setting"]
-        decodes = part == "decode"
-        batch = setting["decode_batch" if decodes else "batch"]
-        sizes = {"batch": batch, "length": setting["length"]}
-        sizes = {name: result[part].get(name, size) for name, size in sizes.items()}
-        steps = setting["decode_steps"] if decodes else 1
-        label = label_of(Case(case=part, steps=steps, **sizes).sizes(), setting)
-        found.append({"case": part, "label": label, "setting": setting, **sizes, **result[part]})
+        batch, steps = setting["batch"], 1
+        if part == "decode":
+            batch, steps = setting["decode_batch"], setting["decode_steps"]
+        measured = {"batch": batch, "length": setting["length"], **result[part]}
+        case = Case(case=part, steps=steps, batch=measured["batch"], length=measured["length"])
+        label = label_of(case.sizes(), setting)
+        found.append({"case": part, "label": label, "setting": setting, **measured})
     return found
 
 
 def as_single(result: Mapping[str, Any], sizes: Mapping[str, object]) -> dict[str, Any]:
-    """The measurements of one model, one of each case, in the form of `bench`.
-
-    Args:
-        result: From `run_cases`.
-        sizes: `batch`, `length`, `decode_batch`, `decode_steps` and `repeats`.
-
-    Returns:
-        A JSON-ready dict: `setting`, `machine`, and what was measured under the name of its case.
+    """The measurements of one model, one of each case, in the form of `bench`: `setting`, with
+    `sizes` in it, `machine`, and what was measured under the name of its case.
 
     Raises:
         MemoryError: There was not enough for one of them.
@@ -95,39 +89,23 @@ _ERRORS = 2.0  # standard errors of the difference; more is a change
 
 @dataclass(frozen=True)
 class Change:
-    """One figure in both results. Lower is better for all of them.
-
-    Attributes:
-        label: The measurement's label.
-        figure: What was measured.
-        old: Before.
-        new: After.
-        noise: What the difference must exceed to count, in the figure's unit; None if a result does
-            not say.
-        ratio: New over old; NaN where the old is 0.
-        verdict: `lower`, `higher`, `same` (within the noise), or `noise unknown`.
-    """
+    """One figure of the measurement `label` in both results. Lower is better for all of them."""
 
     label: str
     figure: str
     old: float
     new: float
-    noise: float | None
-    ratio: float
-    verdict: str
+    noise: float | None  # what a difference must exceed to count; None if a result does not say
+    ratio: float  # new over old; NaN where the old is 0
+    verdict: str  # `lower`, `higher`, `same` (within the noise), or `noise unknown`
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between two results.
+    """The differences between two results."""
 
-    Attributes:
-        changes: All figures that both results have.
-        notes: One line each: what else differs.
-    """
-
-    changes: list[Change]
-    notes: list[str]
+    changes: list[Change]  # all figures that both have
+    notes: list[str]  # what else differs, a line each
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -139,11 +117,10 @@ def compare_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> Compariso
     after = {m["label"]: dict(_figures(m)) for m in measurements(new)}
     was = old.get("machine", {})
     now = new.get("machine", {})
-    names = [name for name in dict.fromkeys((*was, *now)) if was.get(name) != now.get(name)]
     notes = [
         f"machine: {name} {was.get(name)} -> {now.get(name)}"
-        for name in names
-        if name != "load_before"
+        for name in dict.fromkeys((*was, *now))
+        if name != "load_before" and was.get(name) != now.get(name)
     ]
     notes += [f"only in the old result: {label}" for label in before if label not in after]
     notes += [f"only in the new result: {label}" for label in after if label not in before]

@@ -8,8 +8,7 @@ from typing import Any
 from .measurements import TIMED, Comparison, measurements, short_label
 
 Row = dict[str, str]  # by column
-# With the cases that they are for.
-Makers = dict[Callable[[Mapping[str, Any]], Iterator[Row]], tuple[str, ...]]
+Makers = dict[Callable[[Mapping[str, Any]], Iterator[Row]], tuple[str, ...]]  # with their cases
 _PLAIN = {"", "eager / eager"}
 
 
@@ -26,23 +25,18 @@ def tables(result: Mapping[str, object], others: Makers | None = None) -> list[l
 
 def brief(rows: Sequence[Row]) -> list[Row]:
     """A table without the modes where all ran alike: narrow enough for a terminal."""
-    left_out = None
-    if {row.get("modes", "") for row in rows} <= _PLAIN:
-        left_out = "modes"
-    return [{name: cell for name, cell in row.items() if name != left_out} for row in rows]
+    if not {row.get("modes", "") for row in rows} <= _PLAIN:
+        return list(rows)
+    return [{name: cell for name, cell in row.items() if name != "modes"} for row in rows]
 
 
 def comparison_table(comparison: Comparison) -> list[Row]:
-    def number(value: float) -> str:
-        if value >= 1e4:
-            return f"{value:,.0f}"
-        return f"{value:.3f}"
-
-    return [
-        {"case": c.label, "figure": c.figure, "old": number(c.old), "new": number(c.new)}
-        | {"new / old": f"{c.ratio:.3f}", "verdict": c.verdict}
-        for c in comparison.changes
-    ]
+    rows = []
+    for c in comparison.changes:
+        old, new = (f"{v:,.0f}" if v >= 1e4 else f"{v:.3f}" for v in (c.old, c.new))
+        row = {"case": c.label, "figure": c.figure, "old": old, "new": new}
+        rows.append(row | {"new / old": f"{c.ratio:.3f}", "verdict": c.verdict})
+    return rows
 
 
 def _times(m: Mapping[str, Any]) -> Iterator[Row]:

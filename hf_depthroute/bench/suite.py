@@ -155,11 +155,8 @@ def setting_of(model: nn.Module) -> dict[str, Any]:
     config = routings[0].active_config()
     # Of a fit for prompts there are several.
     targets = sorted({config.target_of(h.layer_index) for h in routings})
-    setting = {
-        "routed_layers": [h.layer_index for h in routings],
-        "target": "+".join(targets),
-        "gate": config.gate,
-    }
+    layers = [h.layer_index for h in routings]
+    setting = {"routed_layers": layers, "target": "+".join(targets), "gate": config.gate}
     if config.phases != "all":
         setting["phases"] = config.phases
     return setting | size_of(model)

@@ -69,8 +69,7 @@ WARMUP = 1  # rounds that are not counted; in each the workload also runs untime
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median and its standard error, from the quartiles;
-    no error where there are too few rounds to tell."""
+    """A median and its standard error, from the quartiles of four rounds or more."""
 
     value: float
     error: float | None
@@ -89,14 +88,14 @@ class Estimate:
         return round(self.value, 4), None if self.error is None else round(self.error, 4)
 
 
+@dataclass(frozen=True)
 class Samples(Generic[Key]):
     """Seconds of each variant, one per round.
 
     Ratios are taken within a round, where the machine's drift is the same for both sides.
     """
 
-    def __init__(self, seconds: Mapping[Key, list[float]]) -> None:
-        self.seconds = dict(seconds)
+    seconds: Mapping[Key, list[float]]
 
     def median(self, key: Key) -> float:
         return statistics.median(self.seconds[key])
@@ -110,12 +109,8 @@ class Samples(Generic[Key]):
 
 
 def interleave(variants: Mapping[Key, Callable[[], float]], rounds: int) -> Samples[Key]:
-    """Time all variants in turn.
-
-    Args:
-        variants: What to time; each call returns the seconds it took.
-        rounds: Counted rounds, after `WARMUP` others.
-    """
+    """Time all variants in turn, by calls that return the seconds they took;
+    `rounds` are counted, after `WARMUP` others."""
     seconds: dict[Key, list[float]] = {key: [] for key in variants}
     for round_ in range(rounds + WARMUP):
         for key in random.Random(round_).sample(list(variants), len(variants)):

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,12 +45,9 @@ class Variants:
 
     Args:
         model: A `PeftModel` with an active depth-routed adapter; put into eval mode.
-        base: The untouched base, from `dense_view` before the adapter was injected; None if there
-            is none.
-        budgets: Budgets below 1. An adapter that follows no budget is timed as it is, under its
-            own.
-        input_ids: `[B, T]`, tokens to calibrate every budget on. None: the adapter's own thresholds
-            are used.
+        base: The untouched base, from `dense_view` before the adapter was injected; it may be None.
+        budgets: Below 1. An adapter that follows no budget is timed as it is, under its own.
+        input_ids: `[B, T]`, tokens to calibrate every budget on; None: the adapter's thresholds.
 
     Raises:
         ValueError: No routed adapter is active.
@@ -75,13 +73,10 @@ class Variants:
             if input_ids is not None and self.follows_budget:
                 calibrate(model, [{"input_ids": input_ids}], budget=budget)
             self._thresholds[budget] = snapshot(model)
-        self.names = [DISABLED]
-        if base is not None:
-            self.names = [BASE, DISABLED]
-        if self.follows_budget:
-            self.names.append(FULL)
-        self.names += map(budget_name, self.budgets)
+        there = {BASE: base is not None, DISABLED: True, FULL: self.follows_budget}
+        self.names = [name for name, is_there in there.items() if is_there]
         self.reference = self.names[0]
+        self.names += map(budget_name, self.budgets)
         # `generate` calls the model without PEFT's wrapper.
         self.inner: nn.Module = unwrapped(model)
         self._current: float | None = None
@@ -93,13 +88,14 @@ class Variants:
         if kind == BASE:
             assert self.base is not None
             yield self.base
-            return
-        if kind == DISABLED:
+        elif kind == DISABLED:
             with full_depth(self.model):
                 yield self.inner
-            return
-        self._use(float(budget))
-        yield self.inner
+        else:
+            if float(budget) != self._current:
+                self._thresholds[float(budget)]()
+                self.config.budget = self._current = float(budget)
+            yield self.inner
 
     def restore(self) -> None:
         """Give the adapter back its budget and its thresholds."""
@@ -110,11 +106,6 @@ class Variants:
         """Whether a KV cache remembers decisions, so that no two variants can share one."""
         static = GATES[self.config.gate].static or self.config.static_layers is not None
         return static or self.config.granularity == "sequence"
-
-    def _use(self, budget: float) -> None:
-        if budget != self._current:
-            self._thresholds[budget]()
-            self.config.budget = self._current = budget
 
 
 def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -138,28 +129,23 @@ def wants_base_dtype(device: torch.device, modes: Sequence[str] | None) -> bool:
 
 
 class PassCounter:
-    """A recorder of what ran, summed over forward passes: rows that ran full,
-    and passes in which any row did."""
+    """A recorder of what ran in forward passes of equal size."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, list[torch.Tensor]] = {}
+        self._ran: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
 
     def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
         mask = record.mask & record.real
-        ran = torch.stack([mask.float().mean(), mask.any().float()])
-        self._counts.setdefault(layer_index, []).append(ran)
+        self._ran[layer_index].append(torch.stack([mask.float().mean(), mask.any().float()]))
 
     def shares(self) -> Mapping[int, tuple[float, float]]:
-        """Per layer: the share of rows that ran full, and the share of passes in which
-        at least one did."""
-        counted = sorted(self._counts.items())
-        return {i: tuple(torch.stack(counts).mean(0).tolist()) for i, counts in counted}
+        """Per layer: the share of rows that ran full, and of passes in which any row did."""
+        return {i: tuple(torch.stack(ran).mean(0).tolist()) for i, ran in sorted(self._ran.items())}
 
 
 @contextmanager
 def count_passes(model: nn.Module) -> Iterator[PassCounter]:
-    """Count what every routed layer of `model` runs in the block;
-    forward passes must be of equal size."""
+    """Count what every routed layer of `model` runs in the block."""
     counter = PassCounter()
     with state_of(model).override(recorders=(counter,)):
         yield counter
