@@ -28,20 +28,15 @@ class Safe(str):
 def clean(value: object) -> str:
     """One line: no control, invisible or direction-changing character, no Hub token,
     no end of an HTML comment."""
-    text = "".join(
-        " " if unicodedata.category(c)[0] in "CZ" else c for c in str(value)[: 4 * _LONGEST]
-    )
+    start = str(value)[: 4 * _LONGEST]
+    text = "".join(" " if unicodedata.category(c)[0] in "CZ" else c for c in start)
     text = without_tokens(" ".join(text.split())).replace("<!--", "<! --").replace("-->", "-- >")
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[:_LONGEST]}..."
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def clean_or_none(value: object) -> str | None:
     """`clean`, of what may be missing."""
-    if value is None:
-        return None
-    return clean(value)
+    return None if value is None else clean(value)
 
 
 def code(value: object) -> Safe:

@@ -39,37 +39,22 @@ _PASSING = ("weights_hash", "library_version", "inference_mode")
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that a card tells of an adapter.
-
-    Attributes:
-        config: The adapter's configuration.
-        subfolder: Where it is below the folder; None for the folder itself.
-        others: Names and methods of the other adapters.
-        depth: Decoder layers of the base, where the configuration says it.
-        parameters: Trained parameters, counted in the weights or, where they are missing, as
-            recorded; None if neither.
-        thresholds: `{layer: score}`; empty where no threshold of a budget decides.
-        calibrated: Whether the quantiles of its scores have seen text; None if it is not known.
-        weights_hash: The hash of the weights; None if it is not known.
-        training: The record of the run, as in `training.json`.
-    """
+    """The facts that a card tells of an adapter; None stands for what is not known."""
 
     config: DepthRouteConfig
-    subfolder: str | None
-    others: dict[str, str]
-    depth: int | None
-    parameters: int | None
-    thresholds: dict[int, float]
-    calibrated: bool | None
+    subfolder: str | None  # None for the folder itself
+    others: dict[str, str]  # names and methods of the other adapters
+    depth: int | None  # decoder layers of the base
+    parameters: int | None  # that were trained
+    thresholds: dict[int, float]  # by layer; empty where no threshold of a budget decides
+    calibrated: bool | None  # whether the quantiles of its scores have seen text
     weights_hash: str | None
-    training: Mapping[str, Any]
+    training: Mapping[str, Any]  # the record of the run, as in `training.json`
 
     @property
     def digest(self) -> str:
         """A hash of everything that decides what the adapter does."""
-        content = {
-            name: value for name, value in self.config.to_dict().items() if name not in _PASSING
-        }
+        content = {k: v for k, v in self.config.to_dict().items() if k not in _PASSING}
         text = json.dumps(content, sort_keys=True, default=str) + str(self.weights_hash)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -101,23 +86,18 @@ def read_facts(
     if training is None:
         training = read_training(place)
     depth = (config.base_architecture or {}).get("num_hidden_layers")
+    parameters = training.get("trainable_parameters")
     weights = place / WEIGHTS_NAME
     tensors = None
     if weights.is_file():
         tensors = read_tensors(weights, content)
+        parameters = sum(t.numel() for name, t in tensors.items() if not _BUFFER.search(name))
     thresholds, calibrated = _thresholds(config, tensors, training)
-    if tensors is None:
-        parameters = training.get("trainable_parameters")
-    else:
-        parameters = sum(
-            value.numel() for name, value in tensors.items() if not _BUFFER.search(name)
-        )
+    del found[place]
     return Facts(
         config=config,
         subfolder=None if place == folder else place.name,
-        others={
-            "default" if p == folder else p.name: kind for p, kind in found.items() if p != place
-        },
+        others={"default" if p == folder else p.name: kind for p, kind in found.items()},
         depth=depth if isinstance(depth, int) else None,
         parameters=parameters if isinstance(parameters, int) else None,
         thresholds=thresholds,
@@ -150,10 +130,8 @@ def _thresholds(
     if not config.takes_budget():
         return {}, None
     if tensors is None:
-        recorded = training.get("thresholds") or {}
-        return {int(layer): float(value) for layer, value in recorded.items()}, bool(
-            recorded
-        ) or None
+        recorded = {int(i): float(score) for i, score in (training.get("thresholds") or {}).items()}
+        return recorded, bool(recorded) or None
     thresholds = {}
     calibrated = True
     for name, value in tensors.items():

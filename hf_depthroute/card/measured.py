@@ -44,13 +44,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Score:
-    """One task's metric in one run of lm-eval.
-
-    `dense` is the base's value; `dataset` the Hub's id, where known.
-
-    A group of tasks has the `documents` of all of them, and the `dataset` that they share.
-    `phases`: what was routed, where that needs to be said.
-    """
+    """One task's metric in one run of lm-eval."""
 
     task: str
     metric: str
@@ -58,11 +52,11 @@ class Score:
     budget: float | None
     value: float
     stderr: float | None
-    dense: float
+    dense: float  # the base's value
     full_ratio: float
-    documents: int | None
-    dataset: str | None
-    phases: str | None = None
+    documents: int | None  # of all tasks of a group
+    dataset: str | None  # the Hub's id, where known; that which the tasks of a group share
+    phases: str | None = None  # what was routed, where that needs to be said
 
     @property
     def condition(self) -> str:
@@ -188,42 +182,33 @@ def _scores(runs: Mapping[str, Mapping[str, Any]], phases: str) -> Iterator[Scor
             local = any("data_files" in (config.get("dataset_kwargs") or {}) for config in configs)
             datasets = {hub_id(config.get("dataset_path")) for config in configs}
             budget = run.get("budget")
-            if budget is not None:
-                budget = _number(budget)
-            elif name.startswith("budget "):
+            if budget is None and name.startswith("budget "):
                 budget = float(name.removeprefix("budget "))
             documents = None
             if all("effective" in count for count in counts):
                 documents = sum(int(count["effective"]) for count in counts)
-            dataset = None
-            if len(datasets) == 1 and not local:
-                dataset = datasets.pop()
             yield Score(
                 task=str(task),
                 metric=str(metric),
                 run=str(name),
-                budget=budget,
+                budget=None if budget is None else _number(budget),
                 value=_number(value),
                 stderr=_optional(stderr),
                 dense=_number(dense),
                 full_ratio=_number(run["full_ratio"]),
                 documents=documents,
-                dataset=dataset,
+                dataset=datasets.pop() if len(datasets) == 1 and not local else None,
                 phases=_said(run.get("phases"), phases),
             )
 
 
 def _said(measured: object, phases: str) -> str | None:
     """The phases of a result, where they or the adapter's are not all."""
-    if measured is None or measured == phases == "all":
-        return None
-    return str(measured)
+    return None if measured is None or measured == phases == "all" else str(measured)
 
 
 def _with_phases(words: str, phases: str | None) -> str:
-    if phases is None:
-        return words
-    return f"{words}, phases {phases}"
+    return words if phases is None else f"{words}, phases {phases}"
 
 
 def _bench(content: Mapping[str, Any], phases: str) -> tuple[dict[str, Any], list[Speed]]:
@@ -275,13 +260,8 @@ def _plain(source: object) -> dict[str, object]:
         if hasattr(source[0], "rule"):
             return {"rows": [asdict(part) for part in source]}
         if hasattr(source[0], "results"):
-            names = ("budget", "phases", "full_ratio", "seconds")
-            return {
-                "runs": {
-                    part.name: {n: getattr(part, n) for n in names} | {"lm_eval": part.results}
-                    for part in source
-                }
-            }
+            runs = {part.name: vars(part) | {"lm_eval": part.results} for part in source}
+            return {"runs": runs}
     raise ResultError(
         f"a {type(source).__name__} is no result: pass a file, its content, or what a function "
         "returned"

@@ -17,7 +17,6 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from ..config.adapter import TASKS
 from ..data.text import PYTHON_STDLIB, is_local_file
-from ..evaluation.perplexity import BudgetRow
 from .escaping import clean, clean_or_none, hub_id
 from .facts import Facts
 from .measured import Losses, Results, Score
@@ -30,10 +29,10 @@ def make_metadata(
     results: Results,
     *,
     model_name: str,
-    language: str | None = None,
-    license: str | None = None,
-    tags: Sequence[str] = (),
-    datasets: Sequence[str] = (),
+    language: str | None,
+    license: str | None,
+    tags: Sequence[str],
+    datasets: Sequence[str],
 ) -> ModelCardData:
     """The metadata of a card.
 
@@ -42,10 +41,10 @@ def make_metadata(
     base = base_id(facts)
     indexed = [name for name in map(dataset_id, datasets) if name is not None]
     extra: dict[str, Any] = {}
-    by_base: list[str] = []
+    tags = [*TAGS, *map(clean, tags)]
     if base is not None:
         extra["base_model_relation"] = "adapter"
-        by_base.append(f"base_model:adapter:{base}")
+        tags.insert(0, f"base_model:adapter:{base}")
     evaluations = [*_losses(results.losses), *_scores(results.scores)]
     if evaluations:
         extra |= {"model_name": model_name, "eval_results": evaluations}
@@ -53,7 +52,7 @@ def make_metadata(
         base_model=base,
         library_name="peft",
         pipeline_tag=TASKS[facts.config.task_type or "CAUSAL_LM"][1],
-        tags=[*by_base, *TAGS, *(clean(tag) for tag in tags)],
+        tags=tags,
         datasets=list(dict.fromkeys(indexed)) or None,
         language=clean_or_none(language),
         license=clean_or_none(license),
@@ -64,9 +63,7 @@ def make_metadata(
 def base_id(facts: Facts) -> str | None:
     """The base's id on the Hub, unless its name is that of a folder here."""
     name = hub_id(facts.config.base_model_name_or_path)
-    if name is None or Path(name).is_dir():
-        return None
-    return name
+    return None if name is None or Path(name).is_dir() else name
 
 
 def dataset_id(name: str | None) -> str | None:
@@ -87,19 +84,14 @@ def _losses(measured: Sequence[Losses]) -> list[EvalResult]:
             dataset_config=clean_or_none(losses.config),
             dataset_split=clean_or_none(losses.split),
             metric_type="loss",
-            metric_name=_loss_name(row),
+            metric_name="Loss, nats per token"
+            + _conditions(None if row.rule == "fixed" else row.budget),
             metric_value=round(row.loss, 4),
         )
         for losses in measured
         for row in losses.rows
         if row.rule in ("threshold", "fixed") and math.isfinite(row.loss)
     ]
-
-
-def _loss_name(row: BudgetRow) -> str:
-    if row.rule == "fixed":
-        return "Loss, nats per token"
-    return f"Loss, nats per token (budget {row.budget:g})"
 
 
 def _scores(measured: Sequence[Score]) -> list[EvalResult]:
@@ -109,7 +101,7 @@ def _scores(measured: Sequence[Score]) -> list[EvalResult]:
             dataset_type=clean(score.dataset or score.task),
             dataset_name=clean(score.task),
             metric_type=clean(score.metric),
-            metric_name=clean(score.metric + _condition(score)),
+            metric_name=clean(score.metric + _conditions(score.budget, score.phases)),
             metric_value=round(score.value, 4),
         )
         for score in measured
@@ -117,12 +109,8 @@ def _scores(measured: Sequence[Score]) -> list[EvalResult]:
     ]
 
 
-def _condition(score: Score) -> str:
-    parts = []
-    if score.budget is not None:
-        parts.append(f"budget {score.budget:g}")
-    if score.phases is not None:
-        parts.append(f"phases {score.phases}")
-    if parts:
-        return f" ({', '.join(parts)})"
-    return ""
+def _conditions(budget: float | None, phases: str | None = None) -> str:
+    parts = [] if budget is None else [f"budget {budget:g}"]
+    if phases is not None:
+        parts.append(f"phases {phases}")
+    return f" ({', '.join(parts)})" if parts else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 import warnings
@@ -13,7 +14,7 @@ from urllib.parse import quote
 import jinja2
 
 from ..adapter.files import CARD_NAME, AdapterMismatchError
-from ..config.adapter import TASKS
+from ..config.adapter import TASKS, DepthRouteConfig
 from ..files.shown import reason
 from ..files.staged import write_bytes
 from ..parts.gates import GATES
@@ -24,7 +25,7 @@ from ..training.record import remembered
 from ..version import REPOSITORY, __version__
 from .escaping import Safe, cell, code, command_line, escape, literal, shown_path
 from .facts import TRAINING_NAME, Facts, is_number, read_facts
-from .measured import read_losses, read_results
+from .measured import OF_OTHER_FORM, read_losses, read_results
 from .metadata import base_id, make_metadata
 from .readme import BEGIN, END, MEASURED, PLACEHOLDER, Card, merge, old_card
 
@@ -33,14 +34,7 @@ if TYPE_CHECKING:
 
 _MACHINE = ("device", "threads", "cores", "load_before", "torch", "transformers", "python")
 # What a record of training that was changed makes a card's template do.
-_FAULTS = (
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    jinja2.TemplateError,
-)
+_FAULTS = (*OF_OTHER_FORM, ArithmeticError, jinja2.TemplateError)
 _NOT_SHOWN = ("config", "debug", "out", "overwrite", "model", "dataset", "dataset_name")
 
 
@@ -78,40 +72,36 @@ def make_card(
         ResultError: A result cannot be read, or was measured with other weights or on another base.
         AdapterMismatchError: There is no routed adapter, or its files are not whole.
     """
-    words: dict[str, Any] = {
-        "repo_id": repo_id,
-        "model_name": model_name,
-        "language": language,
-        "license": license,
-        "tags": tags,
-        "datasets": datasets,
-    }
-    if not isinstance(adapter, (str, Path)):
-        name = adapter_name or routed_name(adapter)
-        if name is None:
-            raise ValueError("the model has no depth-routed adapter")
-        run = remembered(adapter, name)
-        with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        if isinstance(adapter, (str, Path)):
+            folder = str(adapter)
+        else:
+            adapter_name = adapter_name or routed_name(adapter)
+            if adapter_name is None:
+                raise ValueError("the model has no depth-routed adapter")
+            run = remembered(adapter, adapter_name)
+            results = [*run.results, *results]
+            training = run.record(adapter, adapter_name)
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
             adapter.save_pretrained(folder)
-            return make_card(
-                folder,
-                [*run.results, *results],
-                adapter_name=name,
-                training=run.record(adapter, name),
-                **words,
+
+        def card_with(record: Mapping[str, Any] | None) -> Card:
+            facts = read_facts(Path(folder), adapter_name, record)
+            words = {"language": language, "license": license, "tags": tags}
+            return _card_of(facts, results, repo_id, model_name, datasets, **words)
+
+        try:
+            return card_with(training)
+        except AdapterMismatchError:
+            raise
+        except _FAULTS as error:
+            made = card_with({})
+            warnings.warn(
+                f"left out of the model card: {TRAINING_NAME}, which is not in the form that "
+                f"training writes ({reason(error)})",
+                stacklevel=2,
             )
-    try:
-        return _card_of(read_facts(Path(adapter), adapter_name, training), results, **words)
-    except AdapterMismatchError:
-        raise
-    except _FAULTS as error:
-        made = _card_of(read_facts(Path(adapter), adapter_name, {}), results, **words)
-        warnings.warn(
-            f"left out of the model card: {TRAINING_NAME}, which is not in the form that training "
-            f"writes ({reason(error)})",
-            stacklevel=2,
-        )
-        return made
+            return made
 
 
 def _card_of(
@@ -133,10 +123,7 @@ def _card_of(
     trained_on = list(datasets) or ([str(recorded)] if recorded else [])
     hyperparameters = record.get("hyperparameters") or ({} if record.get("command") else arguments)
     base = shown_path(config.base_model_name_or_path or "")
-    if base:
-        of_base = f"Depth-routing adapter of {base.split('/')[-1]}"
-    else:
-        of_base = "Depth-routing adapter"
+    of_base = f"Depth-routing adapter of {base.split('/')[-1]}".removesuffix(" of ")
     title = model_name or (repo_id or "").split("/")[-1] or of_base
     budget = f"{config.budget:.3g}"
     if facts.depth is not None and isinstance(config.layers, list):
@@ -167,9 +154,7 @@ def _card_of(
         version=__version__,
         repository=Safe(REPOSITORY),
     )
-    note = ""
-    if found.losses or found.scores or found.benches:
-        note = f"\n{MEASURED}"
+    note = f"\n{MEASURED}" if found.losses or found.scores or found.benches else ""
     text = f"\n{BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{END}\n"
     data = make_metadata(facts, found, model_name=title, datasets=trained_on, **metadata)
     return Card(data, text)
@@ -189,9 +174,7 @@ def updated_card(folder: str | Path, results: Sequence[Any] = (), **arguments: A
     """The card that `write_card` writes."""
     old = old_card(Path(folder))
     new = make_card(folder, results, **arguments)
-    if old is None:
-        return new
-    return merge(old, new, arguments.get("repo_id"))
+    return new if old is None else merge(old, new, arguments.get("repo_id"))
 
 
 def put_card(folder: str | Path, card: Card) -> Path:
@@ -205,40 +188,29 @@ def put_card(folder: str | Path, card: Card) -> Path:
 def routed_name(model: Any) -> str | None:
     """The name of the model's routed adapter: the active one, where there are several;
     None if there is none."""
-    from ..config.adapter import DepthRouteConfig
-
-    names = [
-        name for name, config in model.peft_config.items() if isinstance(config, DepthRouteConfig)
-    ]
-    active = [name for name in names if name in model.active_adapters]
-    return next(iter([*active, *names]), None)
+    names = [*model.active_adapters, *model.peft_config]
+    return next((n for n in names if isinstance(model.peft_config[n], DepthRouteConfig)), None)
 
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
     """The evaluation at the end of `hf-depthroute train`, in the form of `eval --out`."""
     arguments = record.get("arguments") or {}
-    held_out = record.get("held_out_blocks")
     length = arguments.get("length")
-    split = None
-    if held_out:
-        split = f"{arguments.get('split')}, {held_out} blocks held out"
+    split = arguments.get("validation_split") or "train"
+    if record.get("held_out_blocks"):
+        split = f"{arguments.get('split')}, {record['held_out_blocks']} blocks held out"
     return {
         "dataset": arguments.get("eval_dataset") or arguments.get("dataset"),
         "dataset_name": None if arguments.get("eval_dataset") else arguments.get("dataset_name"),
-        "split": split or arguments.get("validation_split") or "train",
+        "split": split,
         "length": length if is_number(length) else None,
         "rows": record["evaluation"],
     }
 
 
 def _machine_words(machine: Mapping[str, object]) -> Safe:
-    known = {name: machine[name] for name in _MACHINE if machine.get(name) is not None}
-    return Safe(
-        ", ".join(
-            f"{'' if name == 'device' else f'{name} '}{code(value)}"
-            for name, value in known.items()
-        )
-    )
+    known = [f"{name} {code(machine[name])}" for name in _MACHINE if machine.get(name) is not None]
+    return Safe(", ".join(known).removeprefix("device "))
 
 
 def _last_entry(log: Sequence[Mapping[str, object]], name: str) -> Safe | None:
@@ -275,8 +247,6 @@ def _template() -> jinja2.Template:
         "share": "{:.1%}".format,
         "url": lambda name: Safe(quote(name)),
         "listed": lambda parts: Safe(", ".join(parts)),
-        "pairs": lambda pairs: Safe(
-            ", ".join(f"{code(name)} {code(value)}" for name, value in pairs.items())
-        ),
+        "pairs": lambda pairs: Safe(", ".join(f"{code(n)} {code(v)}" for n, v in pairs.items())),
     }
     return environment.get_template("model_card.md.jinja")

@@ -59,10 +59,8 @@ def parse_readme(content: bytes) -> Card:
     """A README's metadata and text."""
     text = re.sub("\r\n?", "\n", content.decode("utf-8-sig", errors="replace"))
     metadata = ""
-    found = _METADATA.match(text)
-    if found:
-        metadata = found[1]
-        text = text[found.end() :]
+    if found := _METADATA.match(text):
+        metadata, text = found[1], text[found.end() :]
     if len(metadata) > _MAX_METADATA:
         raise AdapterMismatchError(
             f"{CARD_NAME}: its metadata is larger than {_MAX_METADATA:,} characters"
