@@ -15,17 +15,9 @@ from .modes import check_modes
 class Case:
     """One measurement.
 
-    Attributes:
-        case: One of `KINDS`.
-        budgets: Budgets, in (0, 1).
-        baselines: Modes to run in, of `MODES`; None for eager on CPUs and all on GPUs.
-        batch: Sequences.
-        length: Tokens of the prompt.
-        steps: Decoding steps.
-        logits: Which of a prompt's logits are computed: `"all"`, or the `"last"` position's. On
-            CPUs PyTorch copies the head's weights to take the last ones of several sequences, a
-            cost that dilutes every ratio.
-        rounds: Rounds; each times every variant once, in random order.
+    `logits` are those of a prompt that are computed: `"all"`, or the `"last"` position's. On CPUs
+    PyTorch copies the head's weights to take the last ones of several sequences, a cost that
+    dilutes every ratio.
 
     Raises:
         ValueError: A value cannot be used. The message is one line.
@@ -33,14 +25,14 @@ class Case:
 
     KINDS: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
-    case: str
-    budgets: tuple[float, ...] = (0.5, 0.25)
-    baselines: tuple[str, ...] | None = None
-    batch: int = 4
-    length: int = 256
-    steps: int = 16
+    case: str  # one of `KINDS`
+    budgets: tuple[float, ...] = (0.5, 0.25)  # in (0, 1)
+    baselines: tuple[str, ...] | None = None  # some of `MODES`; None: eager on CPUs, all on GPUs
+    batch: int = 4  # sequences
+    length: int = 256  # tokens of the prompt
+    steps: int = 16  # of decoding
     logits: str = "all"
-    rounds: int = 15
+    rounds: int = 15  # each times every variant once, in random order
 
     def __post_init__(self) -> None:
         self.check_choice("case", self.KINDS)
@@ -62,13 +54,11 @@ class Case:
 
     @property
     def decoded(self) -> int:
-        """The decoding steps that are timed, of tokens that are given one by one after a prompt;
-        0 in prefill."""
+        """The timed decoding steps, of tokens that are given one by one; 0 in prefill."""
         return self.steps if self.case == "decode" else 0
 
     def pass_sizes(self) -> dict[str, Any]:
-        """The sizes of one timed forward pass, as `count_flops` takes them;
-        in decode the middle one's."""
+        """The sizes of one timed pass, for `count_flops`; in decode the middle one's."""
         if self.decoded:
             middle = self.length + self.steps // 2
             return {"batch": self.batch, "length": 1, "cached": middle, "logits": 1}

@@ -14,19 +14,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache
 
 from ..evaluation.flops import count_flops
 from .cases import Case
 from .modes import as_run, check_modes, fill_cache, new_cache, new_step, rewind_cache
 from .timing import Estimate, Samples, interleave, seconds_of
 from .variants import BASE, DISABLED, FULL, Variants, budget_name, count_passes
-
-if TYPE_CHECKING:
-    from transformers import Cache
 
 Key = tuple[str, str]  # variant, mode
 Shares = Mapping[float, Mapping[int, tuple[float, float]]]  # by budget, `PassCounter.shares`
@@ -40,13 +39,8 @@ def measure_inference(
     input_ids: torch.Tensor,
     also: Callable[[dict[str, object], Times, Shares], None] | None = None,
 ) -> dict[str, Any]:
-    """Time every variant in every mode.
-
-    Args:
-        variants: The variants of one model.
-        case: Prefill or decode.
-        input_ids: `[B, T]`, the prompts; in decode, the tokens of its steps after them.
-        also: Adds more to the result, by the shares that ran.
+    """Time every variant in every mode on prompts `[B, T]`, in decode with the tokens of its
+    steps after them. `also` adds more to the result, by the shares that ran.
 
     Returns:
         A JSON-ready dict. `dense_ms` (per decoding step), `dense_mode`, `dense_modes`,
@@ -69,14 +63,14 @@ def measure_inference(
     return measured
 
 
+@dataclass
 class _Runs:
     """Runs a case as any variant in any mode; caches are filled once, and rewound after a run."""
 
-    def __init__(self, variants: Variants, case: Case, input_ids: torch.Tensor) -> None:
-        self.variants = variants
-        self.case = case
-        self.input_ids = input_ids
-        self._caches: dict[tuple[str | None, str], Cache] = {}
+    variants: Variants
+    case: Case
+    input_ids: torch.Tensor
+    _caches: dict[tuple[str | None, str], Cache] = field(default_factory=dict)
 
     def timer(self, name: str, mode: str) -> Callable[[], float]:
         last = 0.0
@@ -112,7 +106,9 @@ class _Runs:
         with self.variants.using(name) as model:
             call = as_run(model, mode)
             cache = self._cache(name, mode, model)
-            start = self.case.length if self.case.decoded else 0
+            start = 0
+            if self.case.decoded:
+                start = self.case.length
             sizes = self.case.pass_sizes()
             tokens = self.input_ids[:, start:].split(sizes["length"], dim=1)
             how = {"past_key_values": cache, "use_cache": True, "logits_to_keep": sizes["logits"]}
@@ -198,7 +194,9 @@ class Times:
 
     def of_dense(self) -> dict[str, object]:
         """The part of a result about the dense model, and the adapter where nothing is skipped."""
-        case, dense, samples = self.case, self.dense, self.samples
+        case = self.case
+        dense = self.dense
+        samples = self.samples
         error = samples.estimate(dense).error
         found: dict[str, Any] = {
             "batch": case.batch,
@@ -243,8 +241,7 @@ def _report(times: Times, shares: Shares) -> dict[str, Any]:
 
 
 def eta_of(ratio: float, ideal: float) -> float | None:
-    """`eta` of a time over dense time and its ideal, 4 digits;
-    None if the ideal saves nothing to speak of."""
+    """`eta` of a time over dense time and its ideal; None if the ideal saves nothing."""
     if 1 - ideal >= _TELLING:
         return round((1 - ratio) / (1 - ideal), 4)
     return None

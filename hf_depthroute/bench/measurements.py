@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,16 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def measurements(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The measurements of a result of `run_cases` or of `bench`; each has `case`,
-    `label` and `setting`."""
+    """The measurements of a result; each has `case`, `label` and `setting`."""
     if "measurements" in result:
         return list(result["measurements"])
     found = []
     for part in (part for part in Case.KINDS if part in result):
         setting = result["setting"]
-        batch, steps = setting["batch"], 1
-        if part == "decode":
-            batch, steps = setting["decode_batch"], setting["decode_steps"]
+        decodes = part == "decode"
+        batch = setting["decode_batch" if decodes else "batch"]
         measured = {"batch": batch, "length": setting["length"], **result[part]}
+        steps = setting["decode_steps"] if decodes else 1
         case = Case(case=part, steps=steps, batch=measured["batch"], length=measured["length"])
         label = label_of(case.sizes(), setting)
         found.append({"case": part, "label": label, "setting": setting, **measured})
@@ -106,9 +105,6 @@ class Comparison:
 
     changes: list[Change]  # all figures that both have
     notes: list[str]  # what else differs, a line each
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def compare_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> Comparison:

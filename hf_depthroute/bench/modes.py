@@ -7,14 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, StaticCache
-
-if TYPE_CHECKING:
-    from transformers import Cache
+from transformers import Cache, DynamicCache, StaticCache
 
 MODES = ("eager", "static", "compiled")
 _CHUNK = 8192  # tokens of one call that fills a cache: what a call holds in between stays small
@@ -41,10 +38,7 @@ def check_modes(names: Sequence[str] | None, device: torch.device) -> tuple[str,
 
 
 def as_run(model: nn.Module, mode: str) -> Callable[..., Any]:
-    """The callable for this mode.
-
-    A model is compiled once; the compiler's guards tell its variants apart.
-    """
+    """The callable for this mode; a model is compiled once, and guards tell its variants apart."""
     if mode != "compiled":
         return model
     if id(model) not in _compiled:

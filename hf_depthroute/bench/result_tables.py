@@ -31,12 +31,16 @@ def brief(rows: Sequence[Row]) -> list[Row]:
 
 
 def comparison_table(comparison: Comparison) -> list[Row]:
-    rows = []
-    for c in comparison.changes:
-        old, new = (f"{v:,.0f}" if v >= 1e4 else f"{v:.3f}" for v in (c.old, c.new))
-        row = {"case": c.label, "figure": c.figure, "old": old, "new": new}
-        rows.append(row | {"new / old": f"{c.ratio:.3f}", "verdict": c.verdict})
-    return rows
+    def number(value: float) -> str:
+        if value >= 1e4:
+            return f"{value:,.0f}"
+        return f"{value:.3f}"
+
+    return [
+        {"case": c.label, "figure": c.figure, "old": number(c.old), "new": number(c.new)}
+        | {"new / old": f"{c.ratio:.3f}", "verdict": c.verdict}
+        for c in comparison.changes
+    ]
 
 
 def _times(m: Mapping[str, Any]) -> Iterator[Row]:

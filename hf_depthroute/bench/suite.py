@@ -1,5 +1,4 @@
-"""Cases of one model measured one after the other in one process: `run_cases`,
-and `bench` for one size of each."""
+"""Cases of one model, measured one after the other in one process."""
 
 from __future__ import annotations
 
@@ -31,18 +30,14 @@ def run_cases(
     input_ids: torch.Tensor | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Result:
-    """Measure all cases of a model, one after the other;
-    every budget is calibrated on a case's tokens first.
+    """Measure all cases of a model, each after every budget was calibrated on its tokens.
 
     A case for which there is not enough memory says so in its result and does not end the run.
 
     Args:
-        cases: What to measure.
         model: A model with an active depth-routed adapter, in eval mode; its budget is restored.
-        base: The untouched base, from `dense_view` before the adapter was injected; not timed when
-            None.
-        input_ids: Prompts `[B, T]`, repeated up to a case's batch; random tokens when None.
-        progress: Called with one line per case.
+        base: The untouched base, from `dense_view` before the adapter was injected, timed too.
+        input_ids: Prompts `[B, T]`, repeated up to a case's batch; by default random tokens.
 
     Returns:
         A JSON-ready dict: `name`, `machine` and `measurements`, in each of which `label` tells
@@ -103,9 +98,7 @@ def bench(
 
     Args:
         model: As in `run_cases`; `base` and `input_ids` too.
-        decode_batch: Sequences in decode.
         decode_steps: Timed decoding steps after the prompt, of random tokens; 0 leaves decode out.
-        repeats: Rounds.
         fields: What every `Case` gets: `budgets`, `batch`, `length`, `baselines`, `logits`.
 
     Returns:
@@ -140,8 +133,7 @@ def measure(
 
 
 def tokens_of(case: Case, model: nn.Module, input_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """The prompts, of those that are given or of random tokens,
-    and the tokens of the steps, `[B, T]`."""
+    """The prompts, given or random, and the tokens of the steps after them, `[B, T]`."""
     ids = random_tokens(model, case.batch, case.length + case.decoded)
     if input_ids is not None:
         rows = torch.arange(case.batch) % len(input_ids)

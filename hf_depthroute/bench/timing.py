@@ -1,5 +1,4 @@
-"""The machine that figures are measured on, and how they are: interleaved runs, medians,
-ratios within a round."""
+"""How figures are measured, and on which machine: interleaved runs and their medians."""
 
 from __future__ import annotations
 
@@ -55,11 +54,12 @@ def relative_load() -> float | None:
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as file:
-            lines = [line for line in file if line.startswith("model name")]
-        names = {line.split(":", 1)[1].strip() for line in lines}
-        return ", ".join(sorted(names)) or platform.processor()
+            names = {
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            }
     except OSError:
-        return platform.processor()
+        names = set()
+    return ", ".join(sorted(names)) or platform.processor()
 
 
 Key = TypeVar("Key", bound=Hashable)

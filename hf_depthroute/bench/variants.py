@@ -108,24 +108,20 @@ class Variants:
         return static or self.config.granularity == "sequence"
 
 
-def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the adapter's weights in the base's dtype,
-    as `autocast_adapter_dtype=False` does when one is loaded."""
-    for routing in active_routings(model):
-        for group in routing.adapter_layer_names:
-            getattr(routing, group).to(dtype)
+def hold_in_base_dtype(model: nn.Module, base: nn.Module, modes: Sequence[str] | None) -> None:
+    """Keep the adapter's weights in the base's dtype, as `autocast_adapter_dtype=False` does, where
+    casts would be launches of their own, or compiled: on GPUs and in compiled modes."""
+    weight = next(base.parameters())
+    if weight.device.type == "cuda" or "compiled" in (modes or ()):
+        for routing in active_routings(model):
+            for group in routing.adapter_layer_names:
+                getattr(routing, group).to(weight.dtype)
 
 
 def adapter_dtype(model: nn.Module) -> str:
     """The dtype of the adapter's weights, such as `"float32"`; without any, the base's."""
     parts = (*active_routings(model), model)
     return dtype_name(next(weight for part in parts for weight in part.parameters()).dtype)
-
-
-def wants_base_dtype(device: torch.device, modes: Sequence[str] | None) -> bool:
-    """Whether routers are timed in the base's dtype: where casts are launches of their own,
-    or compiled."""
-    return device.type == "cuda" or "compiled" in (modes or ())
 
 
 class PassCounter:

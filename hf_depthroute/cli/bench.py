@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,7 +106,7 @@ def _compare(old: Path, new: Path, out: Path | None) -> None:
         raise CliError(
             f"--compare {old} {new}: not results of hf-depthroute bench ({error!r} is wrong)"
         ) from error
-    if write_result(out, comparison.to_dict()):
+    if write_result(out, asdict(comparison)):
         return
     for note in comparison.notes:
         say(f"note: {note}")
@@ -170,7 +170,7 @@ def _load(
     options: BenchOptions, modes: tuple[str, ...] | None, positions: int
 ) -> tuple[dict[str, Any], Any, Any]:
     """Where the routed model and its untouched base are from, and both."""
-    from ..bench.variants import dense_view, hold_adapter_in, wants_base_dtype
+    from ..bench.variants import dense_view, hold_in_base_dtype
     from . import loading
 
     source = loading.find_source(options)
@@ -178,7 +178,5 @@ def _load(
     base = source.base_model()
     untouched = dense_view(base)
     routed = source.routed(base)
-    first = next(base.parameters())
-    if wants_base_dtype(first.device, modes):
-        hold_adapter_in(routed, first.dtype)
+    hold_in_base_dtype(routed, base, modes)
     return source.origin(routed), routed, untouched

@@ -35,8 +35,7 @@ from hf_depthroute.bench.timing import dtype_name
 from hf_depthroute.bench.variants import (
     adapter_dtype,
     dense_view,
-    hold_adapter_in,
-    wants_base_dtype,
+    hold_in_base_dtype,
 )
 from hf_depthroute.files.strict_yaml import YamlError, read_mapping
 from hf_depthroute.parts.targets import TARGETS
@@ -253,9 +252,9 @@ def _measure(case: SuiteCase, base: Any, peaks: Peaks) -> dict[str, Any]:
     # Copies of the modules around the same weights: the base itself stays as it is for the next
     # case.
     model = get_depth_routed_model(dense_view(base), case.config())
-    device = next(base.parameters()).device
-    if case.case != "memory" and wants_base_dtype(device, check_modes(case.baselines, device)):
-        hold_adapter_in(model, getattr(torch, case.dtype))
+    if case.case != "memory":
+        modes = check_modes(case.baselines, next(base.parameters()).device)
+        hold_in_base_dtype(model, base, modes)
     ids = tokens_of(case, model)
     if case.case == "memory":
         ids = torch.cat([ids, ids[:, :1]], dim=1)
