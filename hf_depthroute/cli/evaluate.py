@@ -144,7 +144,8 @@ def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Meas
 def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Measured:
     tokenizer = source.tokenizer()
     try:
-        from ..evaluation.harness import evaluate_tasks, scores
+        from ..evaluation.harness import evaluate_tasks
+        from ..evaluation.harness_scores import read_scores
         from ..inference.non_finite import finite_logits
     except ImportError as error:
         raise CliError('--tasks needs lm-eval: pip install "lm-eval[hf]"') from error
@@ -171,10 +172,10 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
     )
     header = ("task", "metric", "run", "value", "stderr", "delta", "full ratio")
     cells = []
-    dense = scores(runs[0])
+    dense = read_scores(runs[0].results)
     for key in dense:
         for run in runs:
-            value, spread = scores(run)[key]
+            value, spread = read_scores(run.results)[key]
             stderr = "" if spread is None else f"{spread:.4f}"
             delta = ""
             if run is not runs[0]:

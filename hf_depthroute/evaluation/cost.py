@@ -9,30 +9,19 @@ weights only, `rho + (1 - rho) * branch / FFN + gate / FFN`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from ..base.families import text_config
 from ..base.stack import stack_of
-from ..config.adapter import DepthRouteConfig, check_budget
+from ..config.adapter import check_budget
 from ..inference.calibration import active_routings
 from ..parts.gates import GATES
 from ..routing.routing import Routing
-from .flops import (
-    attention_sizes,
-    branch_weights,
-    count_flops,
-    gate_weights,
-    matrices,
-    memory_weights,
-    runs_full,
-    share_in_full,
-    skips_sequences,
-    windows_of,
-)
+from . import flops
 
 
 @dataclass(frozen=True)
@@ -95,49 +84,38 @@ def route_cost(
     """
     routings = active_routings(model)
     stack = stack_of(model)
-    family = stack.family
-    layers = stack.layers
     config = text_config(model.config)
-    shares = {}
-    for routing in routings:
-        index = routing.layer_index
-        if full_ratio is None:
-            shares[index] = _share_at(routing, budget, length)
-        else:
-            shares[index] = full_ratio[index]
-    sizes: dict[str, Any] = {
-        "batch": batch_size,
-        "length": length,
-        "cached": cached,
-        "logits": logits_to_keep,
-    }
-    dense = sum(count_flops(model, **sizes).values())
-    counted = count_flops(model, **sizes, shares=shares)
+    if full_ratio is None:
+        full_ratio = {h.layer_index: _share_at(h, budget, length) for h in routings}
+    count = functools.partial(
+        flops.count_flops, model, batch=batch_size, length=length, cached=cached
+    )
+    dense = sum(count(logits=logits_to_keep).values())
+    counted = count(logits=logits_to_keep, shares=full_ratio)
     total = sum(counted.values())
     ideal = total - counted["router"]
 
     adapter = {id(p): p for h in routings for p in h.parameters()}
     everything = {id(p): p for p in model.parameters()}
     dtype_bytes = next(p.element_size() for p in everything.values() if id(p) not in adapter)
-    per_token = float(batch_size * attention_sizes(config)[1] * dtype_bytes)
-    windows = windows_of(config, cached + length + 1)  # of the next token, which meets itself
+    per_token = float(batch_size * flops.attention_sizes(config)[1] * dtype_bytes)
+    windows = flops.windows_of(config, cached + length + 1)  # of the next token, which meets itself
     kv_bytes = per_token * sum(window - 1 for window in windows)
     ratios = []
     gates = branches = 0.0
     for routing in routings:
-        if runs_full(routing, length):
+        if flops.runs_full(routing, length):
             ratios.append(1.0)
             continue
-        share = shares[routing.layer_index]
-        layer = layers[routing.layer_index]
-        skipped = sum(m.left_out * m.per_token for m in matrices(layer, config, family, routing))
-        part = skipped + memory_weights(routing)
-        gate = gate_weights(routing, length)
-        branch = (1 - share) * branch_weights(routing, config)
+        share = full_ratio[routing.layer_index]
+        met = flops.matrices(stack.layers[routing.layer_index], config, stack.family, routing)
+        part = sum(m.left_out * m.per_token for m in met) + flops.memory_weights(routing)
+        gate = flops.gate_weights(routing, length)
+        branch = (1 - share) * flops.branch_weights(routing, config)
         ratios.append(share + (branch + gate) / max(part, 1.0))
         gates += 2.0 * gate
         branches += 2.0 * branch
-        if skips_sequences(routing, config):
+        if flops.skips_sequences(routing, config):
             kv_bytes -= (1 - share) * per_token * (windows[routing.layer_index] - 1)
     saved = (dense - ideal) / (batch_size * length)
     return RouteCost(
@@ -154,8 +132,7 @@ def route_cost(
 
 
 def cost_remark(model: nn.Module) -> str | None:
-    """`RouteCost.remark` of the active adapter at its own budget, in prefill;
-    None if nothing is routed."""
+    """`RouteCost.remark` at the adapter's own budget, in prefill; None if nothing is routed."""
     routings = [part for part in model.modules() if isinstance(part, Routing)]
     if not any(routing.adapter() is not None for routing in routings):
         return None
@@ -165,8 +142,7 @@ def cost_remark(model: nn.Module) -> str | None:
 def _remark(
     routing: Routing, saved: float, gates: float, branches: float, ratio: float
 ) -> str | None:
-    """Why an adapter that leaves something out costs more than it saves,
-    from FLOPs of one token over all layers."""
+    """Why an adapter costs more than it saves, from FLOPs of one token over all layers."""
     if saved == 0 or saved > gates + branches:
         return None
     config = routing.active_config()
@@ -188,17 +164,15 @@ def _remark(
 
 def _share_at(routing: Routing, budget: float | None, length: int) -> float:
     """The share of a layer's tokens that runs full, where nothing was measured."""
-    always = share_in_full(routing, length)
-    return always + (1 - always) * _share(routing, routing.active_config(), budget)
-
-
-def _share(routing: Routing, config: DepthRouteConfig, budget: float | None) -> float:
-    """The share of decisions for full, where nothing was measured."""
+    config = routing.active_config()
+    index = routing.layer_index
+    share = 0.0  # of the decisions
     if budget is not None:
-        gated = config.gate_of(routing.layer_index) == config.gate
-        return check_budget(budget) if gated else 0.0
-    if not routing.active_gate().static:
-        return routing.budget()
-    if config.dropped_experts is None:
-        return 0.0
-    return 1 - len(config.experts_dropped_in(routing.layer_index)) / routing.num_experts
+        if config.gate_of(index) == config.gate:
+            share = check_budget(budget)
+    elif not routing.active_gate().static:
+        share = routing.budget()
+    elif config.dropped_experts is not None:
+        share = 1 - len(config.experts_dropped_in(index)) / routing.num_experts
+    always = flops.share_in_full(routing, length)
+    return always + (1 - always) * share

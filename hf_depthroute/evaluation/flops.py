@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 
 from ..base.cache import cache_layer, can_skip
 from ..base.families import Family, text_config
@@ -24,27 +24,17 @@ from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
 from ..routing.routing import ROUTING, Routing
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 PARTS = ("attention projections", "attention core", "ffn", "router", "head")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight that tokens are multiplied with: `[out, in]`, or of fused experts `[E, out, in]`.
+    """A weight that tokens are multiplied with: `[out, in]`, or of fused experts `[E, out, in]`."""
 
-    Attributes:
-        part: One of `PARTS`.
-        weight: It.
-        chosen: Experts per token; 1 for a plain weight.
-        left_out: How much of it a token on the cheap path does not meet, 0 to 1.
-    """
-
-    part: str
+    part: str  # one of `PARTS`
     weight: torch.Tensor
-    chosen: int = 1
-    left_out: float = 0.0
+    chosen: int = 1  # experts per token
+    left_out: float = 0.0  # how much of it a token on the cheap path does not meet, 0 to 1
 
     @property
     def per_token(self) -> int:
@@ -58,15 +48,8 @@ def matrices(
     family: Family | None = None,
     routing: Routing | None = None,
 ) -> list[Matrix]:
-    """The weights of a decoder layer, or of any module, without those of its router;
-    norms do not count.
-
-    Args:
-        layer: The module.
-        config: The base model's.
-        family: The base's family, to tell the attention from the rest.
-        routing: The layer's router, where one is on.
-    """
+    """The weights of a decoder layer, or of any module, without those of its router; norms do not
+    count. `family` tells the attention from the rest; `routing` is the layer's router, if on."""
     parts = {}
     if routing is not None:
         parts = _left_out(layer, config, routing)
@@ -124,8 +107,7 @@ def runs_full(routing: Routing, length: int) -> bool:
 
 
 def share_in_full(routing: Routing, length: int) -> float:
-    """The share of `length` new tokens that run in full whatever their scores:
-    the last ones of `phases="prefill"`."""
+    """The share of `length` new tokens, the last, that `phases="prefill"` runs in full."""
     config = routing.active_config()
     if config.phases == "prefill":
         return min(1.0, config.last_in_full / length)
@@ -133,8 +115,7 @@ def share_in_full(routing: Routing, length: int) -> float:
 
 
 def skips_attention(routing: Routing, config: PreTrainedConfig) -> bool:
-    """Whether the cheap path saves the attention: per token only where the family's
-    projections are known."""
+    """Whether the cheap path saves the attention; per token only with known projections."""
     target = routing.active_target()
     queries_known = routing.family.queries is not None
     return target.skips_attention and (queries_known or skips_sequences(routing, config))
@@ -155,8 +136,7 @@ def gate_weights(routing: Routing, length: int) -> float:
 def branch_weights(routing: Routing, config: PreTrainedConfig) -> float:
     """Weights of the cheap branch, its memory's included; `config` is the base model's."""
     name = routing.active_name()
-    recalls = routing.active_config().branch == "memory"
-    weights = _memory_weights(routing) if recalls else 0.0
+    weights = memory_weights(routing, of_branch=True)
     if name in routing.depth_route_branch:
         branch = routing.depth_route_branch[name]
         weights += sum(matrix.per_token for matrix in matrices(branch, config))
@@ -165,17 +145,12 @@ def branch_weights(routing: Routing, config: PreTrainedConfig) -> float:
     return weights
 
 
-def memory_weights(routing: Routing) -> float:
-    """Weights that the memory of target memory multiplies a token with, without its gate's;
-    0 of another target."""
-    if routing.active_config().branch == "memory":
-        return 0.0
-    return _memory_weights(routing)
-
-
-def _memory_weights(routing: Routing) -> float:
+def memory_weights(routing: Routing, of_branch: bool = False) -> float:
+    """Weights that the memory of target memory, or of a branch, multiplies a token with,
+    without its gate's; 0 where it has none."""
     name = routing.active_name()
-    if name not in routing.depth_route_memory:
+    recalls = routing.active_config().branch == "memory"
+    if recalls != of_branch or name not in routing.depth_route_memory:
         return 0.0
     return float(cast(NgramMemory, routing.depth_route_memory[name]).weights_per_token())
 
@@ -200,8 +175,7 @@ def attention_sizes(config: PreTrainedConfig) -> tuple[float, int]:
 
 
 def windows_of(config: PreTrainedConfig, seen: int) -> list[int]:
-    """By layer, how many keys a query meets at most after `seen` tokens: all,
-    or those of a sliding window."""
+    """By layer, how many keys a query meets at most after `seen` tokens."""
     layers = DynamicCache(config=config).layers
     return [min(seen, getattr(layer, "sliding_window", seen)) for layer in layers]
 
@@ -224,14 +198,10 @@ def count_flops(
     """The FLOPs of one forward pass, by `PARTS`.
 
     Args:
-        model: A `PeftModel` with an active depth-routed adapter, or any base model of a known
-            family.
-        batch: Sequences.
-        length: New tokens per sequence.
-        cached: Tokens per sequence already in the KV cache.
+        model: A `PeftModel` with an active depth-routed adapter, or a base of a known family.
+        batch: Sequences, each of `length` new tokens after `cached` ones in the KV cache.
         logits: Positions per sequence that go through the LM head.
-        shares: Per routed layer, the share of rows that run full. None: the dense model, without an
-            adapter.
+        shares: Per routed layer, the share of rows that run full; None: the dense model.
     """
     stack = stack_of(model)
     routings = {}

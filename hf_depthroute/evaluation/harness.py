@@ -8,12 +8,13 @@ Importing this module registers the model `depthroute` with lm-eval:
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import lm_eval
 import torch
@@ -21,6 +22,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from ..adapter.base_check import allow_base_mismatch as allowed
 from ..base.contexts import synchronise
@@ -31,13 +33,7 @@ from ..inference.restoring import restored
 from ..routing.stack import state_of
 from ..routing.state import Recorder
 from ..routing.trace import RouteCounter, RouteRecord
-from .harness_scores import read_scores
 from .served import as_base, read_generated, served_scores
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Result = TypeVar("Result")
 
 
 @register_model("depthroute")
@@ -109,25 +105,25 @@ class DepthRouteLM(HFLM):
         if not self._prompts_alone or without_prompt:
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
         scored: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        start = time.perf_counter()
         served = served_scores(self.model, requests, self.max_length, self._counting)
         hidden = kwargs.get("disable_tqdm", False)
-        with tqdm(total=len(requests), disable=hidden, desc="Scoring answers") as bar:
+        with (
+            self._timed(),
+            tqdm(total=len(requests), disable=hidden, desc="Scoring answers") as bar,
+        ):
             for number, score, greedy in served:
                 scored[number] = score, greedy
                 self.cache_hook.add_partial("loglikelihood", requests[number][0], scored[number])
                 bar.update()
-        self.seconds += time.perf_counter() - start
         return scored
 
     def _model_call(self, inps: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        with self._counting(inps):
-            return self._timed(lambda: super(DepthRouteLM, self)._model_call(inps, *args, **kwargs))
+        with self._counting(inps), self._timed():
+            return super()._model_call(inps, *args, **kwargs)
 
     def _model_generate(self, context: torch.Tensor, *args: object, **kwargs: Any) -> Any:
-        ids = self._timed(
-            lambda: super(DepthRouteLM, self)._model_generate(context, *args, **kwargs)
-        )
+        with self._timed():
+            ids = super()._model_generate(context, *args, **kwargs)
         if self.counter is not None:  # counting makes decoding slower, so it is done afterwards
             # What generating has read of it, also padding after answers.
             after = ids[:, context.shape[1] : -1]
@@ -154,25 +150,20 @@ class DepthRouteLM(HFLM):
             counter = _TextCounter(self.counter, padded_BT.flip(1).cumsum(1).flip(1) > 0)
         return state_of(self.model).override(recorders=(counter,))
 
-    def _timed(self, run: Callable[[], Result]) -> Result:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         start = time.perf_counter()
-        result = run()
+        yield
         synchronise(self.device)
         self.seconds += time.perf_counter() - start
-        return result
 
 
 @dataclass(frozen=True, eq=False)
 class _TextCounter:
-    """A recorder of one forward pass that counts its text, and no padding.
+    """A recorder of one forward pass that counts its text, and no padding."""
 
-    Attributes:
-        counter: What it is added to.
-        text_BT: Bool `[B, T]`.
-    """
-
-    counter: RouteCounter
-    text_BT: torch.Tensor
+    counter: RouteCounter  # that it is added to
+    text_BT: torch.Tensor  # bool
 
     def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
         text_BT = self.text_BT.to(record.mask.device)
@@ -236,11 +227,9 @@ def evaluate_tasks(
             f"lm-eval has no task {unknown[0]!r}; name one of its tasks, or pass the folder of "
             "your own"
         )
-    variants: list[tuple[str, float | None]] = [("dense", None)]
-    if config.takes_budget():
-        variants += [(f"budget {b:g}", b) for b in budgets]
-    else:
-        variants.append(("routed", None))
+    variants = [("dense", None), *((f"budget {b:g}", b) for b in budgets)]
+    if not config.takes_budget():
+        variants[1:] = [("routed", None)]
     settings: dict[str, Any] = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": False}
     runs = []
     with restored(model):
@@ -252,19 +241,12 @@ def evaluate_tasks(
                 results = lm_eval.simple_evaluate(
                     lm, tasks=list(tasks), task_manager=manager, **settings
                 )
-            ratios = [1.0]
+            run = TaskRun(name, budget, 1.0, lm.seconds, dict(results or {}))
             if lm.counter is not None:
-                ratios = [*lm.counter.full_ratio().values()]
-            share = sum(ratios) / len(ratios)
-            phases = None if name == "dense" else config.phases
-            found = dict(results or {})
-            runs.append(TaskRun(name, budget, share, lm.seconds, found, phases))
+                run.full_ratio = statistics.fmean(lm.counter.full_ratio().values())
+                run.phases = config.phases
+            runs.append(run)
     return runs
-
-
-def scores(run: TaskRun) -> dict[tuple[str, str], tuple[float, float | None]]:
-    """`(task, metric) -> (value, standard error)` of all that lm-eval reports as a number."""
-    return read_scores(run.results)
 
 
 def _warm_up(lm: DepthRouteLM) -> None:

@@ -85,8 +85,7 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
 def _mean_loss(
     model: nn.Module, blocks: Iterable[Batch], read: Callable[[Batch], torch.Tensor], behind: bool
 ) -> float:
-    """`mean_loss` of the logits `[B, T, V]` that `read` gives,
-    or that of the text `behind` prompts."""
+    """`mean_loss` of the logits `[B, T, V]` of `read`, or that of the text `behind` prompts."""
     check_head(model, "a loss of text")
     device = device_of(model)
     total = torch.zeros((), dtype=torch.float64)
@@ -151,30 +150,12 @@ def evaluate_budgets(
                 yield batch
                 bar.update()
 
-        def routed(budget: float, rule: str, topk_loss: float | None = None) -> BudgetRow:
-            if behind:
-                counter = RouteCounter()
-                read = partial(_logits_behind_prompts, model, counter)
-                loss = _mean_loss(model, seen(), read, behind)
-            else:
-                with count_routes(model) as counter:
-                    loss = mean_loss(model, seen())
-            shares = counter.full_ratio().values()
-            return BudgetRow(
-                budget=float(budget),
-                rule=rule,
-                loss=loss,
-                full_ratio=sum(shares) / len(shares),
-                gap=None if topk_loss is None else loss - topk_loss,
-                behind_prompts=behind,
-            )
-
         with as_base(model):
             loss = _mean_loss(model, seen(), partial(_logits, model), behind)
         of_dense = {"budget": 1.0, "loss": loss, "full_ratio": 1.0}
         rows = [BudgetRow(rule="dense", behind_prompts=behind, **of_dense)]
         if not config.takes_budget():
-            return [*rows, routed(config.budget, "fixed")]
+            return [*rows, _routed_row(model, seen(), config.budget, "fixed")]
         for budget in budgets:
             if calibration is None:
                 set_budget(model, budget)
@@ -183,10 +164,36 @@ def evaluate_budgets(
             topk_loss = None
             if config.ranks_tokens():
                 with use_selection(model, "topk"):
-                    rows.append(routed(budget, "topk"))
+                    rows.append(_routed_row(model, seen(), budget, "topk"))
                 topk_loss = rows[-1].loss
-            rows.append(routed(budget, "threshold", topk_loss))
+            rows.append(_routed_row(model, seen(), budget, "threshold", topk_loss))
     return rows
+
+
+def _routed_row(
+    model: PeftModel,
+    blocks: Iterable[Batch],
+    budget: float,
+    rule: str,
+    topk_loss: float | None = None,
+) -> BudgetRow:
+    """The row of the routed model as it is set now."""
+    behind = active_routings(model)[0].active_config().phases == "prefill"
+    if behind:
+        counter = RouteCounter()
+        loss = _mean_loss(model, blocks, partial(_logits_behind_prompts, model, counter), behind)
+    else:
+        with count_routes(model) as counter:
+            loss = mean_loss(model, blocks)
+    shares = counter.full_ratio().values()
+    return BudgetRow(
+        budget=float(budget),
+        rule=rule,
+        loss=loss,
+        full_ratio=sum(shares) / len(shares),
+        gap=None if topk_loss is None else loss - topk_loss,
+        behind_prompts=behind,
+    )
 
 
 def _logits(model: nn.Module, inputs: Batch) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ..data.batches import prompts_of
 from ..inference.calibration import active_routings
 from ..routing.trace import RouteTrace, full_depth, record_routes, run_in_full
 
+# As lm-eval's `_loglikelihood_tokens` gets them: a name, and the ids of prompt and continuation.
 Request = tuple[object, list[int], list[int]]
 
 
@@ -32,13 +33,10 @@ def read_generated(
     So what was decided about a generated text is seen without a part in the time it took. Decisions
     are those of generating: the prompt is read first and alone. What follows it is read in one
     pass, since decisions are causal; with `phases="prefill"` token by token, since the last token
-    of every pass runs in full.
+    of every pass runs in full. `generate` itself has not read the last token.
 
-    Args:
-        model: A `PeftModel` in eval mode with one active depth-routed adapter.
-        ids: What `generate` returned for one prompt. It has not read the last token itself.
-        prompt: Tokens of the prompt, at least one.
-        **inputs: What every pass is given besides, such as `logits_to_keep`.
+    The model is a `PeftModel` in eval mode with one active depth-routed adapter; `inputs` are what
+    every pass is given besides, such as `logits_to_keep`.
     """
     alone = active_routings(model)[0].active_config().phases == "prefill"
     rest = ids.shape[1] - prompt
@@ -53,11 +51,7 @@ def read_generated(
 @contextmanager
 def as_base(model: torch.nn.Module) -> Iterator[None]:
     """Inside the block `model` is what its router was put on: no layer is routed, and the router's
-    copies of base modules (`modules_to_save`) are off; adapters of other methods stay on.
-
-    Args:
-        model: A model with one active depth-routed adapter.
-    """
+    copies of base modules (`modules_to_save`) are off; adapters of other methods stay on."""
     name = active_routings(model)[0].active_name()
     with full_depth(model), without_copies(model, name):
         yield
@@ -67,12 +61,8 @@ def as_base(model: torch.nn.Module) -> Iterator[None]:
 def read_behind_prompts(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> tuple[RouteTrace, torch.Tensor]:
-    """Read texts whose first two thirds are a prompt (`prompts_of`),
-    as `phases="prefill"` serves them.
-
-    Args:
-        model: A `PeftModel` with one active adapter of that kind.
-        batch: `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
+    """Read texts whose first two thirds are a prompt (`prompts_of`), `[B, T]`, as
+    `phases="prefill"` serves them.
 
     Returns:
         The decisions, which are for full behind a prompt and at its end, and the logits
@@ -94,15 +84,8 @@ def served_scores(
     with the number of its request.
 
     With `phases="prefill"` that is the prompt first, then the rest in full. A prompt that several
-    continuations follow is read once. Of text that is too long, the beginning is left out, with a
-    warning.
-
-    Args:
-        model: A causal language model in eval mode.
-        requests: As lm-eval's `_loglikelihood_tokens` gets them: a name, the prompt's ids, the
-            continuation's.
-        max_length: Tokens that the model reads, at most.
-        counting: Called before each pass of a prompt: a context in which it is counted.
+    continuations follow is read once, in a context of `counting`. Of text that is longer than
+    `max_length`, the beginning is left out, with a warning.
     """
     numbers: dict[tuple[int, ...], list[int]] = {}
     shortened = 0

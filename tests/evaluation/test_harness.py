@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 from hf_depthroute.cli import main
 from hf_depthroute.cli.errors import CliError
 from hf_depthroute.cli.lm_eval import _refuse_padding
-from hf_depthroute.evaluation.harness import DepthRouteLM, evaluate_tasks, scores
+from hf_depthroute.evaluation.harness import DepthRouteLM, evaluate_tasks
+from hf_depthroute.evaluation.harness_scores import read_scores
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import count_routes
 
@@ -178,8 +179,8 @@ def test_dense_and_routed_are_compared_and_the_budget_is_restored(base: Path, ta
     names = ["small_choice", "small_generation"]
     runs = evaluate_tasks(model, word_tokenizer(), names, [0.2, 1.0], include_path=tasks)
     assert [run.name for run in runs] == ["dense", "budget 0.2", "budget 1"]
-    assert scores(runs[0]) == scores(runs[2])
-    assert set(scores(runs[0])) == {
+    assert read_scores(runs[0].results) == read_scores(runs[2].results)
+    assert set(read_scores(runs[0].results)) == {
         ("small_choice", "acc"),
         ("small_choice", "acc_norm"),
         ("small_generation", "exact_match"),
@@ -238,7 +239,10 @@ def test_lm_eval_finds_the_model_by_name(base: Path, tasks: Path, tmp_path: Path
         "depthroute", arguments, tasks=["small_choice"], task_manager=manager
     )
     ours = evaluate_tasks(model, word_tokenizer(), ["small_choice"], [0.3], include_path=tasks)[1]
-    assert by_name["results"]["small_choice"]["acc,none"] == scores(ours)["small_choice", "acc"][0]
+    assert (
+        by_name["results"]["small_choice"]["acc,none"]
+        == read_scores(ours.results)["small_choice", "acc"][0]
+    )
 
 
 @pytest.mark.nightly
@@ -333,7 +337,7 @@ def test_lm_evals_own_program_takes_an_adapter(tasks: Path, tmp_path: Path) -> N
     (written,) = tmp_path.glob("hf*.json")
     assert (
         json.loads(written.read_text())["results"]["small_choice"]["acc,none"]
-        == scores(ours)["small_choice", "acc"][0]
+        == read_scores(ours.results)["small_choice", "acc"][0]
     )
     own = [
         "--model",
