@@ -31,12 +31,16 @@ def clean(value: object) -> str:
     start = str(value)[: 4 * _LONGEST]
     text = "".join(" " if unicodedata.category(c)[0] in "CZ" else c for c in start)
     text = without_tokens(" ".join(text.split())).replace("<!--", "<! --").replace("-->", "-- >")
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}..."
 
 
 def clean_or_none(value: object) -> str | None:
     """`clean`, of what may be missing."""
-    return None if value is None else clean(value)
+    if value is None:
+        return None
+    return clean(value)
 
 
 def code(value: object) -> Safe:
@@ -49,8 +53,7 @@ def code(value: object) -> Safe:
 
 
 def escape(value: object) -> object:
-    """Output filter for Jinja: numbers and `Safe` pass unchanged,
-    other text is escaped for Markdown and HTML."""
+    """Output filter for Jinja: text that is not `Safe` is escaped for Markdown and HTML."""
     if isinstance(value, Safe) or not isinstance(value, str):
         return value
     return Safe(_SPECIAL.sub(r"\\\1", clean(value)))

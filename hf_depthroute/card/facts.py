@@ -62,13 +62,8 @@ class Facts:
 def read_facts(
     folder: Path, adapter_name: str | None = None, training: Mapping[str, object] | None = None
 ) -> Facts:
-    """The facts of the routed adapter in `folder`, or in a folder in it that is
-    named as an adapter.
-
-    Args:
-        folder: As `save_pretrained` leaves it. The weights may be missing.
-        adapter_name: Which, where there are several; by default the first.
-        training: The record of the run; by default the adapter's `training.json`.
+    """The facts of a routed adapter, by default the first, in `folder` as `save_pretrained` leaves
+    it; the weights may be missing. `training` is by default the adapter's `training.json`.
 
     Raises:
         AdapterMismatchError: There is no routed adapter, or its files are not whole.
@@ -108,8 +103,7 @@ def read_facts(
 
 
 def holds_adapter(folder: Path) -> bool:
-    """Whether `folder` is one that `read_facts` would look into:
-    a routed adapter with its weights."""
+    """Whether `read_facts` finds a routed adapter with its weights in `folder`."""
     return any(
         k == PEFT_TYPE and (path / WEIGHTS_NAME).is_file() for path, k in _adapters(folder).items()
     )

@@ -7,7 +7,6 @@ These files are data: what is not of the expected form is refused in one line.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..evaluation.harness_scores import read_scores
 from ..evaluation.perplexity import BudgetRow
 from ..files.shown import OneLine
 from .escaping import hub_id
+from .facts import is_number
 
 _MAX_BYTES = 64 << 20
 # What reading content of another form raises.
@@ -79,8 +79,7 @@ class Speed:
 
 @dataclass
 class Results:
-    """Everything that was measured of one adapter; `benches` are machines with what was
-    measured on them."""
+    """Everything that was measured of one adapter; `benches` are machines with their cases."""
 
     losses: list[Losses] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
@@ -90,13 +89,10 @@ class Results:
 def read_results(
     sources: Iterable[object], weights_hash: str | None, phases: str = "all"
 ) -> Results:
-    """Read results of one adapter.
+    """Read results of one adapter, as `make_card` takes them.
 
-    Args:
-        sources: Each a JSON file that `eval --out` or `bench --out` wrote, its content, or what
-            `evaluate_budgets`, `evaluate_tasks` or `bench` returned.
-        weights_hash: The hash of the adapter's weights. A result that names another is refused.
-        phases: The adapter's. Where these or a result's are not `"all"`, the result names its own.
+    One that names another `weights_hash` is refused. Where the adapter's `phases` or a result's are
+    not `"all"`, the result names its own.
 
     Raises:
         ResultError: One of them cannot be read, or is of another adapter or on another base.
@@ -182,33 +178,42 @@ def _scores(runs: Mapping[str, Mapping[str, Any]], phases: str) -> Iterator[Scor
             local = any("data_files" in (config.get("dataset_kwargs") or {}) for config in configs)
             datasets = {hub_id(config.get("dataset_path")) for config in configs}
             budget = run.get("budget")
-            if budget is None and name.startswith("budget "):
+            if budget is not None:
+                budget = _number(budget)
+            elif name.startswith("budget "):
                 budget = float(name.removeprefix("budget "))
             documents = None
             if all("effective" in count for count in counts):
                 documents = sum(int(count["effective"]) for count in counts)
+            dataset = None
+            if len(datasets) == 1 and not local:
+                dataset = datasets.pop()
             yield Score(
                 task=str(task),
                 metric=str(metric),
                 run=str(name),
-                budget=None if budget is None else _number(budget),
+                budget=budget,
                 value=_number(value),
                 stderr=_optional(stderr),
                 dense=_number(dense),
                 full_ratio=_number(run["full_ratio"]),
                 documents=documents,
-                dataset=datasets.pop() if len(datasets) == 1 and not local else None,
+                dataset=dataset,
                 phases=_said(run.get("phases"), phases),
             )
 
 
 def _said(measured: object, phases: str) -> str | None:
     """The phases of a result, where they or the adapter's are not all."""
-    return None if measured is None or measured == phases == "all" else str(measured)
+    if measured is None or measured == phases == "all":
+        return None
+    return str(measured)
 
 
 def _with_phases(words: str, phases: str | None) -> str:
-    return words if phases is None else f"{words}, phases {phases}"
+    if phases is None:
+        return words
+    return f"{words}, phases {phases}"
 
 
 def _bench(content: Mapping[str, Any], phases: str) -> tuple[dict[str, Any], list[Speed]]:
@@ -260,8 +265,7 @@ def _plain(source: object) -> dict[str, object]:
         if hasattr(source[0], "rule"):
             return {"rows": [asdict(part) for part in source]}
         if hasattr(source[0], "results"):
-            runs = {part.name: vars(part) | {"lm_eval": part.results} for part in source}
-            return {"runs": runs}
+            return {"runs": {p.name: vars(p) | {"lm_eval": p.results} for p in source}}
     raise ResultError(
         f"a {type(source).__name__} is no result: pass a file, its content, or what a function "
         "returned"
@@ -276,6 +280,6 @@ def _number(value: object) -> float:
 
 def _optional(value: object) -> float | None:
     """None for what is not known, which lm-eval writes as "N/A" and a quotient by zero as NaN."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not is_number(value):
         return None
     return float(value)

@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from ..config.adapter import TASKS
 from ..data.text import PYTHON_STDLIB, is_local_file
+from ..evaluation.perplexity import BudgetRow
 from .escaping import clean, clean_or_none, hub_id
 from .facts import Facts
 from .measured import Losses, Results, Score
@@ -63,7 +64,9 @@ def make_metadata(
 def base_id(facts: Facts) -> str | None:
     """The base's id on the Hub, unless its name is that of a folder here."""
     name = hub_id(facts.config.base_model_name_or_path)
-    return None if name is None or Path(name).is_dir() else name
+    if name is None or Path(name).is_dir():
+        return None
+    return name
 
 
 def dataset_id(name: str | None) -> str | None:
@@ -84,8 +87,7 @@ def _losses(measured: Sequence[Losses]) -> list[EvalResult]:
             dataset_config=clean_or_none(losses.config),
             dataset_split=clean_or_none(losses.split),
             metric_type="loss",
-            metric_name="Loss, nats per token"
-            + _conditions(None if row.rule == "fixed" else row.budget),
+            metric_name="Loss, nats per token" + _loss_condition(row),
             metric_value=round(row.loss, 4),
         )
         for losses in measured
@@ -101,7 +103,7 @@ def _scores(measured: Sequence[Score]) -> list[EvalResult]:
             dataset_type=clean(score.dataset or score.task),
             dataset_name=clean(score.task),
             metric_type=clean(score.metric),
-            metric_name=clean(score.metric + _conditions(score.budget, score.phases)),
+            metric_name=clean(score.metric + _condition(score)),
             metric_value=round(score.value, 4),
         )
         for score in measured
@@ -109,8 +111,18 @@ def _scores(measured: Sequence[Score]) -> list[EvalResult]:
     ]
 
 
-def _conditions(budget: float | None, phases: str | None = None) -> str:
-    parts = [] if budget is None else [f"budget {budget:g}"]
-    if phases is not None:
-        parts.append(f"phases {phases}")
-    return f" ({', '.join(parts)})" if parts else ""
+def _loss_condition(row: BudgetRow) -> str:
+    if row.rule == "fixed":
+        return ""
+    return f" (budget {row.budget:g})"
+
+
+def _condition(score: Score) -> str:
+    parts = []
+    if score.budget is not None:
+        parts.append(f"budget {score.budget:g}")
+    if score.phases is not None:
+        parts.append(f"phases {score.phases}")
+    if parts:
+        return f" ({', '.join(parts)})"
+    return ""

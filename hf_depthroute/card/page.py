@@ -8,10 +8,11 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import jinja2
+from peft import PeftModel
 
 from ..adapter.files import CARD_NAME, AdapterMismatchError
 from ..config.adapter import TASKS, DepthRouteConfig
@@ -28,9 +29,6 @@ from .facts import TRAINING_NAME, Facts, is_number, read_facts
 from .measured import OF_OTHER_FORM, read_losses, read_results
 from .metadata import base_id, make_metadata
 from .readme import BEGIN, END, MEASURED, PLACEHOLDER, Card, merge, old_card
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 _MACHINE = ("device", "threads", "cores", "load_before", "torch", "transformers", "python")
 # What a record of training that was changed makes a card's template do.
@@ -154,7 +152,9 @@ def _card_of(
         version=__version__,
         repository=Safe(REPOSITORY),
     )
-    note = f"\n{MEASURED}" if found.losses or found.scores or found.benches else ""
+    note = ""
+    if found.losses or found.scores or found.benches:
+        note = f"\n{MEASURED}"
     text = f"\n{BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{END}\n"
     data = make_metadata(facts, found, model_name=title, datasets=trained_on, **metadata)
     return Card(data, text)
@@ -174,20 +174,20 @@ def updated_card(folder: str | Path, results: Sequence[Any] = (), **arguments: A
     """The card that `write_card` writes."""
     old = old_card(Path(folder))
     new = make_card(folder, results, **arguments)
-    return new if old is None else merge(old, new, arguments.get("repo_id"))
+    if old is None:
+        return new
+    return merge(old, new, arguments.get("repo_id"))
 
 
 def put_card(folder: str | Path, card: Card) -> Path:
-    """Put a card in the place of `README.md`, also in that of a link,
-    such as those of the Hub's cache."""
+    """Put a card in the place of `README.md`, and of a link such as the Hub cache's."""
     path = Path(folder) / CARD_NAME
     write_bytes(path, str(card).encode(), follow=False)
     return path
 
 
 def routed_name(model: Any) -> str | None:
-    """The name of the model's routed adapter: the active one, where there are several;
-    None if there is none."""
+    """The name of the model's routed adapter, the active one first; None if there is none."""
     names = [*model.active_adapters, *model.peft_config]
     return next((n for n in names if isinstance(model.peft_config[n], DepthRouteConfig)), None)
 

@@ -1,5 +1,4 @@
-"""Cards where PEFT has its own: a model with a routed adapter is saved and pushed with the card
-of this library."""
+"""This library's card where PEFT, on saving and pushing a model, has its own."""
 
 from __future__ import annotations
 
@@ -7,22 +6,19 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peft import PeftModel
+from torch import nn
 
 from ..adapter.files import CARD_NAME, AdapterMismatchError
 from ..adapter.peft_hooks import wrap
 from ..adapter.saving import SaveWarning, after_saving, warn_without_card
-from ..files.staged import write_bytes
 from ..training.record import remembered
 from .facts import holds_adapter, read_training
 from .measured import ResultError
-from .page import make_card, routed_name, write_card
+from .page import make_card, put_card, routed_name, write_card
 from .push import push_folder
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def install() -> None:
@@ -50,18 +46,17 @@ def _create_or_update_model_card(
     folder = Path(output_dir)
     if name is None:
         update(self, output_dir)
-    elif holds_adapter(folder) and card is None:
-        _write(self, folder, folder)
+    elif card is None:
+        if holds_adapter(folder):
+            _write(self, folder, folder)
     elif holds_adapter(folder):
         run = remembered(self, name)
         record = run.record(self, name, read_training(folder))
-        write_card(
-            folder, [*run.results, *results], adapter_name=name, training=record, **(card or {})
-        )
-    elif card is not None:
+        results = [*run.results, *results]
+        write_card(folder, results, adapter_name=name, training=record, **card)
+    else:
         folder.mkdir(parents=True, exist_ok=True)
-        made = make_card(self, results, adapter_name=name, **card)
-        write_bytes(folder / CARD_NAME, str(made).encode(), follow=False)
+        put_card(folder, make_card(self, results, adapter_name=name, **card))
 
 
 def _push_to_hub(
@@ -74,35 +69,24 @@ def _push_to_hub(
     name = routed_name(self)
     if name is None:
         return push(self, repo_id, *args, **kwargs)
-    tags = kwargs.pop("tags", None)
-    private = kwargs.pop("private", None)
-    token = kwargs.pop("token", None)
     kwargs.pop("max_shard_size", None)  # an adapter is one file
     kwargs.setdefault("commit_message", "Upload model")
     run = remembered(self, name)
     with tempfile.TemporaryDirectory() as folder:
         self.save_pretrained(folder)
-        card = {"adapter_name": name, "training": run.record(self, name), "tags": tags or ()}
-        return push_folder(
-            folder,
-            repo_id,
-            results=[*run.results, *results],
-            private=private,
-            token=token,
-            card=card,
-            **kwargs,
-        )
+        kwargs["card"] = {
+            "adapter_name": name,
+            "training": run.record(self, name),
+            "tags": kwargs.pop("tags", None) or (),
+        }
+        return push_folder(folder, repo_id, results=[*run.results, *results], **kwargs)
 
 
 def save_card(model: nn.Module, stage: Path, folder: Path) -> None:
-    """Write the card of what was just saved.
+    """Write the card of a `PeftModel` that was just saved in `stage`; where it cannot be made,
+    there is a warning.
 
-    Without one, for whatever reason, there is a warning, and no error.
-
-    Args:
-        model: The `PeftModel`, with what it remembers of its run.
-        stage: Where its adapters were saved.
-        folder: Where they will be; a `training.json` there counts for a model that remembers none.
+    A `training.json` in `folder`, where the save will be, counts for a model that remembers none.
     """
     try:
         _write(model, stage, folder)

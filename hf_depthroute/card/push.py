@@ -63,15 +63,7 @@ def push_folder(
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory() as staging:
         stage = Path(staging)
-        for name in (*SENT, TRAINING_NAME):
-            for file in (*Path(folder).glob(name), *Path(folder).glob(f"[!.]*/{name}")):
-                target = stage / file.relative_to(folder)
-                if not target.relative_to(stage).parts[0].startswith("checkpoint-"):
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    try:
-                        shutil.copyfile(place_of(file, Path(folder)), target)
-                    except (FileNotFoundError, RefusedFileError) as error:
-                        raise AdapterMismatchError(f"not sent: {error}") from error
+        _copy(Path(folder), stage)
         write_card(stage, results, **(card or {}))  # before the Hub is asked for anything
         with explained(f"repository {repo_id}", access="write"):
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -91,3 +83,16 @@ def push_folder(
                 commit_message=commit_message or "Upload adapter",
                 commit_description=commit_description,
             )
+
+
+def _copy(folder: Path, stage: Path) -> None:
+    """Copy what is sent, and what the card is made of, of the adapters in `folder`."""
+    for name in (*SENT, TRAINING_NAME):
+        for file in (*folder.glob(name), *folder.glob(f"[!.]*/{name}")):
+            place = file.relative_to(folder)
+            if not place.parts[0].startswith("checkpoint-"):
+                (stage / place).parent.mkdir(exist_ok=True)
+                try:
+                    shutil.copyfile(place_of(file, folder), stage / place)
+                except (FileNotFoundError, RefusedFileError) as error:
+                    raise AdapterMismatchError(f"not sent: {error}") from error

@@ -21,16 +21,6 @@ BEGIN = "<!-- hf_depthroute: generated, {} -->"
 END = "<!-- hf_depthroute: end of the generated part -->"
 _BEGIN = re.compile(re.escape(BEGIN).replace(r"\{\}", r"(\w{1,64})") + r"\n")
 _METADATA = re.compile(r"\s*^---[ \t]*\n(.*?)^---[ \t]*(?:\n|\Z)", re.MULTILINE | re.DOTALL)
-_SET_HERE = (
-    "base_model",
-    "base_model_relation",
-    "library_name",
-    "pipeline_tag",
-    "license",
-    "language",
-    "datasets",
-    "model-index",
-)
 _MAX_METADATA = 1 << 16
 
 
@@ -60,7 +50,8 @@ def parse_readme(content: bytes) -> Card:
     text = re.sub("\r\n?", "\n", content.decode("utf-8-sig", errors="replace"))
     metadata = ""
     if found := _METADATA.match(text):
-        metadata, text = found[1], text[found.end() :]
+        metadata = found[1]
+        text = text[found.end() :]
     if len(metadata) > _MAX_METADATA:
         raise AdapterMismatchError(
             f"{CARD_NAME}: its metadata is larger than {_MAX_METADATA:,} characters"
@@ -103,8 +94,7 @@ def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
     if hub_id(known.get("base_model")) is None:  # PEFT puts the path of a folder there
         known.pop("base_model", None)
     kept = {str(name): value for name, value in known.items()}
-    ours_alone = {name: metadata[name] for name in _SET_HERE if metadata.get(name) is not None}
-    merged = {**metadata, **kept, **ours_alone, "tags": list(tags)}
+    merged = {**metadata, **kept, **metadata, "tags": list(tags)}  # in the order of `metadata`
     return Card(ModelCardData(**merged, ignore_metadata_errors=True), text)
 
 
