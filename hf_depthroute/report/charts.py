@@ -59,14 +59,12 @@ class Chart:
         self._named: dict[str, tuple[str, Sequence[str]]] = {}
 
     def name(self, artist: Any, kind: str, tips: Sequence[str] = ()) -> None:
-        """Give an artist its CSS class, and each of its marks, or itself,
-        what pointing at it shows."""
+        """Give an artist its CSS class, and its marks, or itself, their tips."""
         artist.set_gid(f"{self.key}-{len(self._named)}")
         self._named[artist.get_gid()] = kind, tips
 
     def bars(self, rows: Sequence[tuple[float, float, float, float, str]], kind: str) -> None:
-        """Rectangles of class `part kind`: the lower left corner, width, height,
-        and what pointing at one shows."""
+        """Rectangles of class `part kind`: the lower left corner, width, height, and the tip."""
         from matplotlib.collections import PolyCollection
 
         corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h, _ in rows]
@@ -88,14 +86,13 @@ class Chart:
         root = ET.Element("svg", {**shown, "class": "chart"})
         for tag, words in self.words.items():
             ET.SubElement(root, tag, {"id": f"{self.key}-{tag}"}).text = words
-        root.extend(part for part in drawn if part.tag.endswith("}g"))
+        root.extend(drawn.findall("{*}g"))
         for part in root.iter():
             self._adapt(part)
         return ET.tostring(root, encoding="unicode")
 
     def _adapt(self, part: ET.Element) -> None:
-        """Take an element's own style away, and give it the page's classes and what
-        pointing at it shows."""
+        """Replace an element's own style by the page's classes, and add its tips."""
         part.tag = part.tag.rpartition("}")[2]
         style = part.attrib.pop("style", "")
         part.attrib.pop("clip-path", None)
@@ -116,11 +113,8 @@ class Chart:
             kind, tips = self._named.get(name, (unnamed, ()))
             if kind:
                 part.set("class", kind)
-            drawn = [
-                [mark for mark in part.iter() if mark.tag.endswith(tag)]
-                for tag in ("}use", "}path")
-            ]
-            for mark, tip in zip(drawn[0] or drawn[1], tips):
+            marks = part.findall(".//{*}use") or part.findall(".//{*}path")
+            for mark, tip in zip(marks, tips):
                 ET.SubElement(mark, "title").text = tip
 
 
@@ -162,13 +156,12 @@ def time_chart(report: RunReport) -> Chart:
         for name, *_, points in found
         if points
     )
-    chart = Chart(
-        "time-chart",
-        "Time and arithmetic against the share run full",
-        said,
+    title = "Time and arithmetic against the share run full"
+    caption = (
         "Time: below the dashed line is faster than dense. Dotted, the arithmetic: what the clock "
-        "could show.",
+        "could show."
     )
+    chart = Chart("time-chart", title, said, caption)
     _lines(chart, found, 1.0, "of the dense model's").axes.set_ylim(bottom=0)
     return chart
 
@@ -238,8 +231,7 @@ def cost_chart(report: RunReport) -> Chart:
 
 
 def ratio_chart(report: RunReport, number: int) -> Chart:
-    """A bar per routed layer: the share that ran full at a budget; dashed,
-    the budget that was asked for."""
+    """A bar per routed layer: the share that ran full; dashed, the budget asked for."""
     layers = report.scores[number]
     name = report.names[number]
     line = ""

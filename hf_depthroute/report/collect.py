@@ -9,9 +9,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ..data.batches import INPUTS, prompts_of
 from ..data.prompts import pad_id_of
@@ -21,9 +22,6 @@ from ..inference.calibration import active_routings, set_budget
 from ..inference.restoring import restored
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
 from .tokens import losses_by_position, run_data
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 BINS = 40
 PARTS = ("prefill", "decode")
@@ -43,9 +41,7 @@ class LayerScores:
     def quartiles(self) -> list[float | None]:
         """Quartiles of the scores, from the histogram: each bin's middle, weighted by its count."""
         bins = zip(self.edges, self.edges[1:], self.full, self.skipped)
-        values = [
-            (low + high) / 2 for low, high, full, skipped in bins for _ in range(full + skipped)
-        ]
+        values = [(a + b) / 2 for a, b, full, skipped in bins for _ in range(full + skipped)]
         if len(values) < 2:
             return [None] * 3
         return [*statistics.quantiles(values, n=4)]
@@ -128,8 +124,7 @@ class RunReport:
         return [next(r for r in followed if r["budget"] == budget) for budget in self.budgets]
 
     def timed(self, part: str) -> Mapping[str, Mapping[str, Any]]:
-        """Measured rows of prefill or decode by the budget's number as text;
-        empty where there are none."""
+        """Measured rows of prefill or decode, by the budget's number as text."""
         measured: Mapping[str, Any] = (self.bench or {}).get(part, {})
         return measured.get("budgets", {})
 
@@ -151,14 +146,8 @@ class Sample:
 def collect_scores(
     model: torch.nn.Module, batches: Sequence[Mapping[str, torch.Tensor]], budgets: Sequence[float]
 ) -> list[dict[int, LayerScores]]:
-    """Scores and decisions of every routed layer over `batches`, per budget, by the causal rule.
-
-    Args:
-        model: A `PeftModel` in eval mode with one active depth-routed adapter; left as it was.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
-            `[B, T]`.
-        budgets: To look at, ascending.
-    """
+    """Scores and decisions of every routed layer over `batches` of `INPUTS`, each `[B, T]`, per
+    budget, by the causal rule. The model, a `PeftModel` in eval mode, is left as it was."""
     found = []
     with restored(model):
         for budget in budgets:
@@ -211,8 +200,7 @@ def collect_tokens(
     samples: Sequence[Sample],
     budgets: Sequence[float],
 ) -> dict[str, Any]:
-    """The token view's data: every sample at every budget,
-    with the losses of the routed and of the dense model.
+    """The token view's data: every sample at every budget, with routed and dense losses.
 
     A sample with new tokens is continued greedily. Then its decisions are recorded in passes that
     decide as decoding did. Where prompts alone are routed, the first two thirds of any other sample
@@ -270,8 +258,7 @@ def _continued(
 def _decided(
     model: torch.nn.Module, ids: torch.Tensor, prompt: int
 ) -> tuple[RouteTrace, torch.Tensor]:
-    """The decisions about `ids` `[1, T]` and the logits,
-    with the prompt decided before what follows it."""
+    """The decisions about `ids` `[1, T]` and the logits, as generated behind the prompt."""
     traces = []
     logits = []
     with record_routes(model) as trace:

@@ -1,5 +1,4 @@
-"""The page of a routed model: what a `RunReport` says in words, tables and charts,
-in one file that loads nothing."""
+"""The page of a routed model: a `RunReport` in words, tables and charts."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from .tokens import render
 def render_page(report: RunReport) -> str:
     """The whole report."""
     numbers = range(len(report.budgets))
+    layers = report.tokens["layers"]
     curves = [charts.loss_chart(report)]
     if report.is_timed:
         curves.append(charts.time_chart(report))
@@ -28,14 +28,8 @@ def render_page(report: RunReport) -> str:
         cost=charts.cost_chart(report),
         cost_parts=charts.COST_PARTS,
         ratios=[charts.ratio_chart(report, number) for number in numbers],
-        histograms=[_histograms(report, number) for number in numbers],
+        histograms=[  # None of a layer without a gate
+            [charts.histogram(report, n, i) if i in report.gated(n) else None for i in layers]
+            for n in numbers
+        ],
     )
-
-
-def _histograms(report: RunReport, number: int) -> list[charts.Chart | None]:
-    """One for each routed layer; None: it has no gate."""
-    gated = report.gated(number)
-    return [
-        charts.histogram(report, number, index) if index in gated else None
-        for index in report.tokens["layers"]
-    ]

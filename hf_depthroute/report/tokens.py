@@ -104,8 +104,7 @@ def view_of(
             )
     texts = []
     for row in range(batch):
-        ids = None
-        loss = None
+        ids = loss = None
         if input_ids is not None:
             ids = input_ids[row].tolist()
             if logits is not None:
@@ -162,8 +161,7 @@ def run_data(
 
 @torch.no_grad()
 def losses_by_position(logits: torch.Tensor, input_ids: torch.Tensor) -> list[list[float]]:
-    """Cross-entropy of each token given those before it, in nats, from `[B, T, V]`;
-    NaN for the first. `[B, T]`"""
+    """Cross-entropy of each token in nats, `[B, T]` from logits `[B, T, V]`; NaN for the first."""
     loss_BT = token_losses(logits[:, :-1], input_ids[:, 1:])
     return F.pad(loss_BT, (1, 0), value=math.nan).tolist()
 
@@ -196,16 +194,11 @@ def text_pieces(
 ) -> tuple[list[str], list[int]]:
     """The text of `ids`, cut where tokens meet.
 
-    A token that is no text alone, such as one byte of a character, is joined with its neighbours.
-    Pieces joined give the decoded text.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        ids: `[T]`.
-        boundary: A position that no piece reaches across, such as the end of a prompt.
+    A token that is no text alone, such as one byte of a character, is joined with its neighbours,
+    but for those across `boundary`, the end of a prompt. Pieces joined give the decoded text.
 
     Returns:
-        The pieces, and how many tokens each holds; the sum is `T`.
+        The pieces, and how many tokens each holds.
     """
     pieces: list[str] = []
     counts: list[int] = []
