@@ -1,2 +1,1 @@
-"""A page to play with: a routed model and its base write side by side (`hf-depthroute play`;
-needs Gradio)."""
+"""A page where a routed model and its base write side by side (`hf-depthroute play`)."""

@@ -1,14 +1,15 @@
-"""The page: a prompt, a budget, and two texts that appear token by token,
-coloured by the layers that ran."""
+"""The page: a prompt, a budget, and two texts, coloured by the layers that ran."""
 
 from __future__ import annotations
 
 import html
+import math
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
 
 from ..base.stack import stack_of
 from ..data.prompts import PromptError, encode_prompt, has_chat_template
@@ -19,7 +20,6 @@ from .writing import Text, write
 
 if TYPE_CHECKING:
     import gradio
-    from transformers import PreTrainedTokenizerBase
 
 _MAX_PROMPT = 2048
 _MAX_NEW_TOKENS = 256
@@ -42,15 +42,10 @@ _LEGEND = (
 def make_page(
     model: PeftModel, tokenizer: PreTrainedTokenizerBase, title: str, chat_template: bool = True
 ) -> gradio.Blocks:
-    """The page of a routed model, ready for `launch`.
+    """The page of a routed model, ready for `launch`; it sets the model's budget.
 
-    Args:
-        model: In eval mode, with a router that can run (trained with thresholds, fitted or
-            calibrated). The page sets its budget.
-        tokenizer: The base's.
-        title: What the model is called.
-        chat_template: Whether prompts are put into the tokenizer's chat template at first; if it
-            has one, a box on the page turns it on and off.
+    The model is in eval mode, with a router that can run: trained with thresholds, fitted or
+    calibrated. A `chat_template`, if the tokenizer has one, is turned on and off on the page.
 
     Raises:
         ImportError: Gradio (the extra `play`) is not installed.
@@ -130,7 +125,9 @@ class _Writer:
         try:
             ids = self._ids(prompt, new_tokens, chat)
             if budget is not None:
-                self._set_budget(budget)
+                own = self._budget  # has more digits than the page shows
+                with self._free:
+                    set_budget(self._model, own if budget == round(own, 2) else budget)
         except ValueError as error:
             raise gradio.Error(str(error), print_exception=False) from error
         tokenizer = self._tokenizer
@@ -147,20 +144,13 @@ class _Writer:
         ids = encode_prompt(self._tokenizer, prompt, chat)
         if not ids:
             raise PromptError("The prompt has no tokens; type something.")
-        longest = _MAX_PROMPT
-        positions = getattr(self._model.config, "max_position_embeddings", None)
-        if positions is not None:
-            longest = min(longest, positions - new_tokens)
+        positions = getattr(self._model.config, "max_position_embeddings", None) or math.inf
+        longest = max(0, min(_MAX_PROMPT, positions - new_tokens))
         if len(ids) > longest:
             raise PromptError(
-                f"The prompt has {len(ids)} tokens; at most {max(0, longest)} can be read here."
+                f"The prompt has {len(ids)} tokens; at most {longest} can be read here."
             )
         return ids
-
-    def _set_budget(self, budget: float) -> None:
-        own = self._budget  # has more digits than the page shows
-        with self._free:
-            set_budget(self._model, own if budget == round(own, 2) else budget)
 
 
 def coloured(text: Text, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -10,42 +10,32 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import PeftModel
+from transformers import Cache
 
 from ..base.stack import stack_of
 from ..evaluation.served import as_base
 from ..routing.trace import RouteTrace, record_routes
-
-if TYPE_CHECKING:
-    from transformers import Cache
 
 
 @dataclass
 class Text:
     """A text so far.
 
-    Attributes:
-        ids: `[T]`, those of the prompt and those that were written.
-        prompt: Tokens of the prompt.
-        depth: Layers of the model.
-        layers: Layers that ran in full, for each token that the model has read: all but the last
-            one. Where experts are routed, a layer counts by the share of a token's experts that
-            ran.
-        prompt_seconds: Time of the pass over the prompt.
-        seconds: Time of all steps after it.
-        ended: The last token is one that ends a text.
+    `layers` are those that ran in full, for each token that the model has read: all but the last
+    one. Where experts are routed, a layer counts by the share of a token's experts that ran.
     """
 
-    ids: list[int]
-    prompt: int
-    depth: int
+    ids: list[int]  # [T], those of the prompt and those that were written
+    prompt: int  # tokens of the prompt
+    depth: int  # layers of the model
     layers: list[float] = field(default_factory=list)
-    prompt_seconds: float = 0.0
-    seconds: float = 0.0
-    ended: bool = False
+    prompt_seconds: float = 0.0  # of the pass over the prompt
+    seconds: float = 0.0  # of all steps after it
+    ended: bool = False  # the last token is one that ends a text
 
     @property
     def written(self) -> int:
@@ -66,17 +56,13 @@ class Text:
 
 
 def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tuple[Text, Text]]:
-    """Yield the texts of the routed model and of its base after each step;
-    the same two objects every time.
+    """Yield the texts of the routed model and of its base after each step: the same two objects.
 
     The two take turns, so that their times can be compared, and each reads the prompt once before,
     because a first pass takes longer. What the routers decide is seen in a second, equal step,
-    because recording takes time.
+    because recording takes time. A text ends after `new_tokens`, or where `generate` ends it.
 
-    Args:
-        model: In eval mode. Nothing else may use it while a step runs.
-        ids: `[T]`, the prompt; at least one token.
-        new_tokens: How many are written at most; a text also ends where `generate` ends it.
+    The model is in eval mode; nothing else may use it while a step runs.
     """
     depth = len(stack_of(model).layers)
     routed = Text(list(ids), len(ids), depth)
@@ -111,14 +97,10 @@ def layers_run(trace: RouteTrace, depth: int) -> list[float]:
 
 
 class _Reader:
-    """A model's passes over a text that grows.
-
-    Attributes:
-        done: Tokens that the cache holds.
-    """
+    """A model's passes over a text that grows."""
 
     def __init__(self, model: Any) -> None:
-        self.done = 0
+        self.done = 0  # tokens that the cache holds
         self._model = model
         self._cache: Cache | None = None
 
