@@ -15,8 +15,6 @@ _TOKEN = re.compile(
     r"(?:(?<=hf_oauth_)|(?<=hf_jwt_))[\w.-]{16,}|(?:(?<=hf_)|(?<=api_org_))[A-Za-z0-9]{16,}",
     re.ASCII,
 )
-
-
 _DATASET = re.compile(
     r"(?:Couldn't reach|Dataset) '?([\w-][\w.-]{0,95}(?:/[\w.-]{1,96})?)'? ", re.ASCII
 )
@@ -35,13 +33,8 @@ def explain(error: BaseException, what: str | None = None, access: str = "read")
     transformers, peft and datasets each wrap the Hub client's exceptions in their own, with
     messages that blame something else ("Can't find adapter_config.json"); the chain of causes still
     holds the original. Messages are written here and never copied from it, so no header, and no
-    token, can get into them.
-
-    Args:
-        error: Any exception of these libraries.
-        what: The thing asked for, such as `"model me/tiny"`. By default the dataset that the error
-            is about, if any.
-        access: `"read"`, or `"write"` for what is sent to the Hub.
+    token, can get into them. `what` was asked for, such as `"model me/tiny"`; by default it is the
+    dataset that the error is about. `access` is `"write"` for what is sent to the Hub.
     """
     for cause in causes(error):
         said = _said(cause, access)
@@ -94,8 +87,7 @@ def _said(cause: BaseException, access: str) -> str | None:
 
 @contextmanager
 def explained(what: str, access: str = "read") -> Iterator[None]:
-    """Whatever the Hub's client raises inside the block, as a `HubError` about `what`;
-    the arguments of `explain`."""
+    """Raise the Hub client's errors in the block as `HubError`; arguments of `explain`."""
     try:
         yield
     except Exception as error:
@@ -131,13 +123,11 @@ def offline() -> bool:
 def _refused(access: str, status: int) -> str:
     from huggingface_hub import get_token
 
+    if get_token() is not None:
+        remedy = f"check that it is valid and may {access} this repository, or run `hf auth login`"
+        return f"the Hub refused the token ({status}); {remedy}"
     # Without a token the Hub answers 401 for what is private and for what does not exist alike.
-    if get_token() is None and access == "write":
-        return "the Hub takes nothing without a token; run `hf auth login` or set HF_TOKEN"
-    if get_token() is None:
-        return (
-            "the Hub refused access (no token): it is private or does not exist; run `hf auth "
-            "login` or set HF_TOKEN"
-        )
-    remedy = f"check that it is valid and may {access} this repository, or run `hf auth login`"
-    return f"the Hub refused the token ({status}); {remedy}"
+    said = "the Hub refused access (no token): it is private or does not exist"
+    if access == "write":
+        said = "the Hub takes nothing without a token"
+    return f"{said}; run `hf auth login` or set HF_TOKEN"

@@ -24,15 +24,10 @@ except ImportError:  # Windows
 def locked(
     path: Path, busy: Exception, patience: float = 0.0, shared: bool = False
 ) -> Iterator[None]:
-    """Hold the lock of `path` inside the block.
+    """Hold the lock of `path`, a folder or a file, which is made if need be, inside the block.
 
-    On Windows, or a file system without locks, there is none.
-
-    Args:
-        path: A folder, which is locked itself; or a file, made if need be.
-        busy: Raised where the lock is held elsewhere.
-        patience: Seconds to wait for it.
-        shared: Several holders that are all `shared` do not exclude each other.
+    On Windows, or a file system without locks, there is none. `busy` is raised where it is held
+    elsewhere after `patience` seconds. Holders that are all `shared` do not exclude each other.
     """
     if fcntl is None:
         yield

@@ -16,8 +16,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether a write failed for lack of space or quota;
-    safetensors and PyTorch report it in the message only."""
+    """Whether a write failed for lack of space or quota; some say so in the message only."""
     number = getattr(error, "errno", None)
     said = str(error)
     return (

@@ -7,7 +7,7 @@ always told.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -35,9 +35,6 @@ def code_repositories(model: str) -> list[str]:
     """The repositories whose code `model` asks for, itself first:
     it reads configurations and runs nothing.
 
-    Args:
-        model: Folder or Hub id of a model.
-
     Raises:
         OSError: There is no such model.
     """
@@ -53,8 +50,7 @@ def code_repositories(model: str) -> list[str]:
 
 
 def refused_code(error: BaseException, model: str) -> str | None:
-    """The message if transformers refused to load `model` without its remote code;
-    None for any other error."""
+    """The message if transformers refused the remote code of `model`; None otherwise."""
     refusals = [cause for cause in causes(error) if isinstance(cause, ValueError)]
     if not any("trust_remote_code=True" in str(refusal) for refusal in refusals):
         return None
@@ -68,9 +64,8 @@ def refused_code(error: BaseException, model: str) -> str | None:
 def _references(value: object) -> list[str]:
     if isinstance(value, str):
         return [value]
-    parts: Iterable[object] = ()
     if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, (list, tuple)):
-        parts = value
-    return [reference for part in parts for reference in _references(part)]
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return []
+    return [reference for part in value for reference in _references(part)]

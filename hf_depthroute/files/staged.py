@@ -26,11 +26,8 @@ except ImportError:  # Windows: what a killed process left is not removed
 def write_files(contents: Mapping[Path, bytes], follow: bool = True) -> None:
     """Replace several files: all are on the disk before the first takes its place.
 
-    A device or a pipe, which cannot be replaced, is written to.
-
-    Args:
-        contents: What to write where.
-        follow: Replace what a link leads to, not the link.
+    A device or a pipe, which cannot be replaced, is written to. With `follow` what a link leads to
+    is replaced, not the link.
 
     Raises:
         OSError: Names the file. Without space for one of them, none is replaced.

@@ -1,5 +1,4 @@
-"""YAML files that hold one mapping, read strictly: what a parser would silently
-change is refused."""
+"""YAML files of one mapping, read strictly: what a parser would change is refused."""
 
 from __future__ import annotations
 
@@ -17,11 +16,7 @@ class YamlError(OneLine, ValueError):
 
 
 def read_mapping(path: Path, key_name: Callable[[str], str] = str) -> dict[Any, Any]:
-    """The mapping in a file; empty when the file is.
-
-    Args:
-        path: The file.
-        key_name: Two keys of the same name are the same key.
+    """The mapping in a file; empty when the file is. Keys of the same `key_name` are one key.
 
     Raises:
         YamlError: The file cannot be read, is larger than 1 MiB, or holds what `parse_mapping`

@@ -24,12 +24,7 @@ class RefusedFileError(OneLine, ValueError):
 
 
 def read_file(path: Path, limit: int, folder: Path | None = None) -> bytes:
-    """The content of `path`.
-
-    Args:
-        path: The file.
-        limit: More bytes than this are not read.
-        folder: Where links may lead; by default everywhere.
+    """The content of `path`, at most `limit` bytes; links may lead to `folder`, or everywhere.
 
     Raises:
         FileNotFoundError: There is no such file.
