@@ -20,15 +20,9 @@ KEY = "depth_route_budgets"  # in vLLM's table of what a forward pass may ask fo
 
 
 class RequestBudgets(LogitsProcessor):
-    """The budgets of the requests of a batch.
+    """The budgets of the requests of a batch, in the table of vLLM's configuration.
 
-    Args:
-        vllm_config: vLLM's configuration, whose table gets this object.
-        device: Not used.
-        is_pin_memory: Not used.
-
-    Attributes:
-        by_place: By place in the batch, the budget of a request that asked for one.
+    `by_place` has, by place in the batch, the budget of a request that asked for one.
     """
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -19,43 +20,35 @@ FULL = "depthroute:rows_full"
 ALL = "depthroute:rows"
 
 
+@dataclass(eq=False)
 class RowCount:
-    """The rows of one layer since the start. Adding waits for no device.
+    """The rows of one layer since the start. Adding waits for no device."""
 
-    Attributes:
-        rows: Tokens of requests that it was given, prompts and generated ones.
-        full: Int64 `[]`; those that ran in full.
-    """
-
-    def __init__(self, layer_index: int, log: RowLog) -> None:
-        self.layer_index = layer_index
-        self.rows = 0
-        self.full: Tensor | int = 0
-        self._log = log
+    layer_index: int
+    log: RowLog
+    rows: int = 0  # tokens of requests that it was given, prompts and generated ones
+    full: Tensor | int = 0  # int64 []; those that ran in full
 
     def add(self, full: Tensor | int, rows: int) -> None:
         """The rows of one forward pass, and how many of them ran in full, int64 `[]`."""
         self.rows += rows
         self.full = self.full + full
-        self._log.tick(self)
+        # At the last layer, all have seen the same passes.
+        if self is self.log.counts[-1] and time.monotonic() >= self.log.due:
+            self.log.write()
 
 
 class RowLog:
-    """Writes the counts of all routed layers every ten seconds in which there were new ones.
+    """Writes the counts of all routed layers, whose indices ascend, every ten seconds in which
+    there were new ones."""
 
-    Args:
-        layers: Indices of the routed layers, ascending.
-        every: Seconds.
-    """
-
-    def __init__(self, layers: Sequence[int], every: float = EVERY_SECONDS) -> None:
+    def __init__(self, layers: Sequence[int]) -> None:
         from prometheus_client import REGISTRY, Counter
         from vllm.logger import init_logger
 
         self.counts = [RowCount(index, self) for index in layers]
         self._logger = init_logger("vllm.depthroute")  # vLLM shows what is below its own name
-        self._every = every
-        self._next = time.monotonic() + every
+        self.due = time.monotonic() + EVERY_SECONDS
         self._written: list[tuple[int, int]] = [(0, 0)] * len(layers)
         for name in (FULL, ALL):  # of an engine before this one in the same process
             if name in REGISTRY._names_to_collectors:
@@ -63,17 +56,9 @@ class RowLog:
         self._full = Counter(FULL, "Rows that ran a routed layer in full.", ["layer"])
         self._all = Counter(ALL, "Rows that a routed layer was given.", ["layer"])
 
-    def tick(self, count: RowCount) -> None:
-        """Called at every layer; acts at the last one, so that all have seen the same passes."""
-        if count is self.counts[-1] and time.monotonic() >= self._next:
-            self.write()
-
     def write(self) -> None:
-        """Log and export what is new; the next time is `every` seconds from now.
-
-        Waits for the device.
-        """
-        self._next = time.monotonic() + self._every
+        """Log and export what is new; waits for the device."""
+        self.due = time.monotonic() + EVERY_SECONDS
         now = [(int(count.full), count.rows) for count in self.counts]
         new = [(a - b, c - d) for (a, c), (b, d) in zip(now, self._written)]
         self._written = now

@@ -1,5 +1,4 @@
-"""Limits of an adapter on vLLM: settings whose tokens would differ from those of `generate` are
-refused in one line."""
+"""Limits of an adapter on vLLM: what would give other tokens than `generate` is refused."""
 
 from __future__ import annotations
 
@@ -61,12 +60,7 @@ _OPTIONS = {  # of vLLM
 
 
 def check_all(vllm_config: Any) -> None:
-    """Everything that can be known before a process starts and a weight is read.
-
-    Raises:
-        ConfigError: As the functions below.
-        UnsupportedModelError: As `check_base_config`.
-    """
+    """Everything that can be known before a process starts and a weight is read."""
     check_engine(vllm_config)
     hf_config = vllm_config.model_config.hf_config
     check_base_config(hf_config)
@@ -162,10 +156,7 @@ def check_base_config(config: Any) -> None:
 
 
 def check_engine(vllm_config: Any) -> None:
-    """Refuse what of vLLM is not exact with routing, or was not tried.
-
-    Args:
-        vllm_config: vLLM's `VllmConfig`.
+    """Refuse what of vLLM's `VllmConfig` is not exact with routing, or was not tried.
 
     Raises:
         ConfigError: Which option, and why.

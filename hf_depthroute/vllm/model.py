@@ -8,10 +8,9 @@ around anything, and no weight is renamed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,17 +29,10 @@ from .routings import load_routings
 from .settings import Settings, settings_of, tell_apart
 from .step import NAME, OPERATOR, RoutedStep, served_forward
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 
 class DepthRoutedForCausalLM(TransformersForCausalLM):
-    """The architecture that vLLM is told to build (`hf_depthroute_vllm.ARCHITECTURE`).
-
-    Args:
-        vllm_config: vLLM's configuration; the model's own holds the `Settings`.
-        prefix: Before the names of modules.
-    """
+    """The architecture that vLLM is told to build (`hf_depthroute_vllm.ARCHITECTURE`), with the
+    `Settings` in the model's configuration."""
 
     supports_lora = False
     supports_pp = False
@@ -49,10 +41,15 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
         check_engine(vllm_config)
         settings = settings_of(vllm_config.model_config.hf_config)
         config = vllm_config.model_config.hf_config
-        with _own_architecture(config):
+        given = config.architectures
+        # The base's own decides how names in a checkpoint are read.
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        try:
             routings = load_routings(settings, config, _files_of(vllm_config))
             tell_apart(config, settings)
             super().__init__(vllm_config=vllm_config, prefix=prefix)
+        finally:
+            config.architectures = given
         self._attach(settings, routings, prefix)
 
     def _attach(self, settings: Settings, routings: dict[int, Any], prefix: str) -> None:
@@ -83,23 +80,10 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
 
 
 def _uncompiled(ffn: nn.Module) -> None:
-    """On a CPU, let vLLM's activations run as they are:
-    looking up what was compiled takes longer than they do."""
+    """On a CPU, run vLLM's activations as they are: looking up compiled ones is slower."""
     for module in ffn.modules():
         if isinstance(module, CustomOp) and current_platform.is_cpu():
             module._forward_method = module.forward_cpu
-
-
-@contextmanager
-def _own_architecture(config: PreTrainedConfig) -> Iterator[None]:
-    """The base's architecture in its configuration, which decides how names in a
-    checkpoint are read."""
-    given = config.architectures
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    try:
-        yield
-    finally:
-        config.architectures = given
 
 
 def _files_of(vllm_config: Any) -> list[Path]:

@@ -27,13 +27,12 @@ class OwnNeurons(nn.Module):
     """A `NeuronBranch` with the rows of the base's projections as weights of its own:
     `[..., d] -> [..., d]`.
 
-    Args:
-        norm: The norm before the FFN; None: there is none.
-        maps: For each projection, the one before the activation first, `weight` `[r, d]` and, if it
-            has one, `bias` `[r]`.
-        activation: The FFN's.
-        down: The branch's output.
+    `maps` are `weight` `[r, d]` and, where there is one, `bias` `[r]` of each projection; the one
+    before the activation is the first.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -47,20 +46,16 @@ class OwnNeurons(nn.Module):
         self.activation = activation
         self.down = down
         self._maps = len(maps)
-        self.weight = nn.Parameter(
-            torch.cat([rows["weight"] for rows in maps]), requires_grad=False
-        )
-        self.bias: nn.Parameter | None = None
-        if "bias" in maps[0]:
-            self.bias = nn.Parameter(
-                torch.cat([rows["bias"] for rows in maps]), requires_grad=False
-            )
+        for name in ("weight", "bias"):
+            rows = [values[name] for values in maps if name in values]
+            self.register_parameter(name, None)
+            if rows:
+                setattr(self, name, nn.Parameter(torch.cat(rows), requires_grad=False))
 
     def forward(self, a: Tensor) -> Tensor:
         x = a if self.norm is None else self.norm(a)
-        first, *others = F.linear(x.to(self.weight.dtype), self.weight, self.bias).chunk(
-            self._maps, -1
-        )
+        read = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        first, *others = read.chunk(self._maps, -1)
         hidden = self.activation(first)
         if others:
             hidden = hidden * others[0]
@@ -71,41 +66,26 @@ class OwnNeurons(nn.Module):
 def own_neurons(
     model: nn.Module, routings: Iterable[Routing], files: Sequence[Path], dtype: torch.dtype
 ) -> None:
-    """Put `OwnNeurons` in the place of every branch of neurons.
-
-    Args:
-        model: The transformers model without weights that the routings were loaded into.
-        routings: The routings of its layers.
-        files: The base's safetensors files.
-        dtype: The dtype of the base in vLLM.
+    """Put `OwnNeurons` in the place of every branch of neurons in `routings`, those of the layers
+    of a transformers model without weights. `dtype` is the base's in vLLM.
 
     Raises:
         ConfigError: The files do not have the weights under transformers' names.
     """
-    groups = [routing.depth_route_branch for routing in routings]
     branches = [
-        (group, key, part)
-        for group in groups
-        for key, part in group.items()
+        (routing.depth_route_branch, key, part, *part.reads())
+        for routing in routings
+        for key, part in routing.depth_route_branch.items()
         if type(part) is NeuronBranch
     ]
-    read = [module for _, _, branch in branches for module in _modules(branch)]
-    stored = _stored(model, read, files, dtype)
-    for group, key, branch in branches:
-        norm, maps, activation = branch.reads()
-        rows = [
-            {name: value[branch.neurons] for name, value in stored[linear].items()}
-            for linear in maps
-        ]
+    read = [module for *_, norm, maps, _ in branches for module in (norm, *maps)]
+    stored = _stored(model, [module for module in read if module is not None], files, dtype)
+    for group, key, branch, norm, maps, activation in branches:
+        kept = [{name: t[branch.neurons] for name, t in stored[linear].items()} for linear in maps]
         front = None
         if norm is not None:
             front = _with_values(norm, stored[norm])
-        group[key] = OwnNeurons(front, rows, activation, branch.down)
-
-
-def _modules(branch: NeuronBranch) -> list[nn.Module]:
-    norm, maps, _ = branch.reads()
-    return maps if norm is None else [norm, *maps]
+        group[key] = OwnNeurons(front, kept, activation, branch.down)
 
 
 def _with_values(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
@@ -121,10 +101,11 @@ def _stored(
     """Each module's parameters, by name, from files that may leave out the model's prefix."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     names = {module: name.removeprefix(prefix) for name, module in model.named_modules()}
-    own = {
-        module: [name for name, _ in module.named_parameters(recurse=False)] for module in modules
+    wanted = {
+        f"{names[module]}.{name}": (module, name)
+        for module in modules
+        for name, _ in module.named_parameters(recurse=False)
     }
-    wanted = {f"{names[module]}.{name}": (module, name) for module in own for name in own[module]}
     found: dict[nn.Module, dict[str, Tensor]] = {module: {} for module in modules}
     for path in files if wanted else ():
         with safe_open(path, framework="pt") as file:

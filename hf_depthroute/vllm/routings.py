@@ -1,16 +1,14 @@
-"""An adapter without its base: the adapter state of every routed layer, strictly loaded,
-its base checked on disk."""
+"""The adapter state of every routed layer, loaded strictly and without the base."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..adapter.base_check import check_base
 from ..config.rules import ConfigError
@@ -23,9 +21,6 @@ from .limits import check_adapter, check_base_config, read_adapter
 from .neurons import own_neurons
 from .settings import Settings
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 
 # Weights that are made in it have no version, and nothing derived from them is kept.
 @torch.inference_mode(False)
@@ -36,11 +31,6 @@ def load_routings(
 
     They are injected and loaded as ever, into a base without weights (on the meta device). So they
     start with an adapter's own checks, and are what `PeftModel.from_pretrained` makes.
-
-    Args:
-        settings: Which adapter, and how it routes.
-        base_config: The base's configuration; it is not changed.
-        base_files: The base's safetensors files.
 
     Raises:
         ConfigError: The adapter or the base is none that vLLM can serve exactly.

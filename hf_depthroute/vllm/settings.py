@@ -1,5 +1,4 @@
-"""Settings of an adapter for vLLM: a few values in the model's configuration,
-which every process of vLLM gets."""
+"""Settings of an adapter for vLLM, in the configuration that each of its processes gets."""
 
 from __future__ import annotations
 
@@ -27,17 +26,13 @@ BUDGET = "depth_route_budget"
 class Settings:
     """Which adapter routes, and how.
 
-    Attributes:
-        adapter: The adapter's folder, the same for all processes.
-        budget: Share of tokens that runs in full; None: the adapter's own.
-        phases: `"all"` or `"prefill"`; None: the adapter's own.
-        request_budgets: Whether a request may ask for a budget of its own, see `BUDGET`. Keys and
-            values depend on the budget, so vLLM then keeps no cache of prefixes.
+    With `request_budgets` a request may ask for a budget of its own, see `BUDGET`. Keys and values
+    depend on the budget, so vLLM then keeps no cache of prefixes.
     """
 
-    adapter: str
-    budget: float | None = None
-    phases: str | None = None
+    adapter: str  # its folder, the same for all processes
+    budget: float | None = None  # share of tokens that runs in full; None: the adapter's own
+    phases: str | None = None  # "all" or "prefill"; None: the adapter's own
     request_budgets: bool | None = None
 
     @property

@@ -43,12 +43,9 @@ _library = torch.library.Library("hf_depthroute", "FRAGMENT")
 
 
 class RoutedStep:
-    """The operator's work for one layer.
+    """The operator's work for `layer`, a decoder layer that holds adapter state.
 
-    Args:
-        layer: A decoder layer that holds adapter state.
-        count: Where its rows are counted; None if another process counts them.
-        budgets: Those of requests; None if requests have none.
+    Its rows go to `count`, unless another process counts them. `budgets` are those of requests.
     """
 
     def __init__(
@@ -66,11 +63,8 @@ class RoutedStep:
     def __call__(self, stream: Tensor, given: Tensor, batch: Any) -> Tensor:
         """The stream after the routed part, or after the cheap branch, `[1, N, d]`.
 
-        Args:
-            stream: Before the routed part, `[1, N, d]`; it is not changed.
-            given: What the FFN reads, `[1, N, d]`; where the attention is routed, its update.
-            batch: What vLLM's attention is told of the rows; None in a trial run, where that is not
-                known.
+        `stream`, before it, is not changed; `given` is what the FFN reads or, where the attention
+        is routed, its update. `batch`, None in a trial run, is what vLLM's attention is told.
         """
         routing = cast(Routing, self.layer._modules[ROUTING])
         rows = stream.shape[1]
@@ -88,13 +82,12 @@ class RoutedStep:
             routing.forget_prepared()  # there is a prompt among the rows
             shape = (1, rows)
             last_rows = _last_rows(batch, rows, routing.active_config().last_in_full)
-        asked = []
+        asked: list[float | None] = []
         if batch is not None and self._budgets is not None:
             asked = self._budgets.of_batch(batch)
-        budgets = set(asked) or {None}
-        plans = {budget: _plan_at(routing, budget, shape, last_rows) for budget in budgets}
-        plan = next(iter(plans.values()))
-        plan = next((other for other in plans.values() if other.rule != "full"), plan)
+        plans = {b: _plan_at(routing, b, shape, last_rows) for b in set(asked) or {None}}
+        # One that skips, if any does.
+        plan = min(plans.values(), key=lambda plan: plan.rule == "full")
         if plan.rule == "full":
             return self._counted(self._in_full(routing, plan.target, stream, given), real, real)
         bars = []
@@ -155,13 +148,11 @@ class RoutedStep:
         return after + ffn(normed_for_ffn(layer, family, stream, after))
 
     def _joint_of(self, routing: Routing, plan: RoutePlan) -> FusedGateBranch | None:
-        """Gate and branch as one product, where a decoding step of the library's own
-        would have them so."""
+        """Gate and branch as one product, where the library's own decoding has them so."""
         self._follow(routing)
         if plan.adapter not in self._joints:
             norm = routing.norm_in_front("ffn")
-            joint = None
-            rms = None
+            joint = rms = None
             if norm is not None and plan.config.gate_input == "normed":
                 rms = rms_of(norm)
             supported = supports_decode(plan, routing.family) and current_platform.is_cpu()
@@ -175,8 +166,7 @@ class RoutedStep:
         return self._joints[plan.adapter]
 
     def _threshold_of(self, routing: Routing, plan: RoutePlan) -> float:
-        """The score that a row has to reach, in float32;
-        reading it from a table takes longer than a row's gate."""
+        """The score that a row has to reach, float32; a table is slower to read than a gate."""
         self._follow(routing)
         if plan not in self._thresholds:
             if len(self._thresholds) >= _KEPT:
@@ -216,11 +206,8 @@ def _of_rows(bars: list[float], batch: Any, rows: int, device: torch.device) -> 
 
 def _routed(stream: Tensor, given: Tensor, layer_name: str) -> Tensor:
     context = get_forward_context()
-    metadata = context.attn_metadata
-    batch = None
-    if metadata:
-        # One for each layer's attention, all of the same rows.
-        batch = next(iter(metadata.values()))
+    # One for each layer's attention, all of the same rows.
+    batch = next(iter((context.attn_metadata or {}).values()), None)
     step: RoutedStep = context.no_compile_layers[layer_name]
     return step(stream, given, batch)
 
@@ -257,14 +244,12 @@ def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         out = torch.ops.hf_depthroute.routed(h, update, getattr(layer, NAME))
         if not target.skips_ffn:
             out = out + ffn_map(layer, family)(normed_for_ffn(layer, family, h, out))
-        if family.returns_weights:
-            return out, None
-        return out
-    stream = target.enter(layer, family, h, kwargs)
-    normed = target.norm(layer, family, stream)  # here a compiler joins it to what is around it
-    out = torch.ops.hf_depthroute.routed(stream, normed, getattr(layer, NAME))
-    if family.parallel:
-        out = attended(layer, family, out, h, kwargs)
+    else:
+        stream = target.enter(layer, family, h, kwargs)
+        normed = target.norm(layer, family, stream)  # here a compiler joins it to what is around it
+        out = torch.ops.hf_depthroute.routed(stream, normed, getattr(layer, NAME))
+        if family.parallel:
+            out = attended(layer, family, out, h, kwargs)
     if family.returns_weights:
         return out, None
     return out
