@@ -46,7 +46,7 @@ def ngrams_of(layer_index: int, order: int, context: ForwardContext, kwargs: Kwa
         before = before.to(ngrams.device)
         ngrams = continued(ngrams, before)
     held = ngrams[..., :-1]
-    if token_mask is not None and token_mask.shape[1] > 1:
+    if token_mask is not None:
         held = over_padding(held, token_mask.to(held.device), before)
     remember_tokens(cache, layer_index, held)
     return ngrams

@@ -118,10 +118,12 @@ def over_padding(
         real_BT: Bool, true at real tokens.
         before_BM: The last tokens of the call before; None if there was none.
     """
+    before = held_BTM if before_BM is None else before_BM[:, None]
+    if real_BT.shape[1] == 1:  # a decoding step, in fewer operators
+        return torch.where(real_BT[..., None], held_BTM, before)
     places_T = torch.arange(real_BT.shape[1], device=real_BT.device)
     places_BT1 = torch.where(real_BT, places_T, -1).cummax(dim=1).values[..., None]
     found = held_BTM.gather(1, places_BT1.clamp(min=0).expand_as(held_BTM))
-    before = held_BTM if before_BM is None else before_BM[:, None]
     return torch.where(places_BT1 < 0, before, found)
 
 

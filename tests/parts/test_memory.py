@@ -9,6 +9,7 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -418,8 +419,11 @@ def test_a_pickled_cache_goes_on_like_the_original() -> None:
         assert gap(model(ids[:, 5:], past_key_values=cache).logits, model(ids).logits[:, 5:]) < 1e-5
 
 
+@pytest.mark.parametrize("cuts", [(6,), (4, 5, 6), (3, 5, 6)])
 @pytest.mark.parametrize("static", [False, True])
-def test_what_follows_padding_goes_on_with_the_last_real_tokens(static: bool) -> None:
+def test_what_follows_padding_goes_on_with_the_last_real_tokens(
+    static: bool, cuts: tuple[int, ...]
+) -> None:
     model, ids = memory_model(), tokens(2, 9)
     real = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     with torch.no_grad():
@@ -428,7 +432,12 @@ def test_what_follows_padding_goes_on_with_the_last_real_tokens(static: bool) ->
             if static
             else DynamicCache(config=model.config)
         )
-        model(torch.where(real.bool(), ids[:, :6], 7), attention_mask=real, past_key_values=cache)
+        for start, stop in pairwise((0, *cuts)):
+            model(
+                torch.where(real.bool(), ids[:, :6], 7)[:, start:stop],
+                attention_mask=real[:, :stop],
+                past_key_values=cache,
+            )
         for _ in range(3):
             real = F.pad(real, (0, 1), value=1)
             place = real.sum(1, keepdim=True) - 1
