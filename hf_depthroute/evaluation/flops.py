@@ -145,6 +145,19 @@ def branch_weights(routing: Routing, config: PreTrainedConfig) -> float:
     return weights
 
 
+def branch_share(routing: Routing, config: PreTrainedConfig, full: float) -> float:
+    """The share of tokens that meet the cheap branch, where the share `full` of all decisions
+    is for full.
+
+    Where each pair of a token and an expert is decided by itself, it is the tokens that drop at
+    least one of theirs, if pairs are dropped independently. `config` is the base model's.
+    """
+    one_a_token = routing.active_config().expert_gates == "per_layer"
+    if not routing.active_target().per_pair or (one_a_token and not routing.active_gate().static):
+        return 1 - full
+    return 1.0 - full**config.num_experts_per_tok
+
+
 def memory_weights(routing: Routing, of_branch: bool = False) -> float:
     """Weights that the memory of target memory, or of a branch, multiplies a token with,
     without its gate's; 0 where it has none."""
@@ -225,7 +238,7 @@ def count_flops(
         flops["attention core"] += (full if skips else 1.0) * batch * pairs * per_pair
         if routing is not None:
             weights = gate_weights(routing, length) + memory_weights(routing)
-            weights += (1 - full) * branch_weights(routing, config)
+            weights += branch_share(routing, config, full) * branch_weights(routing, config)
             flops["router"] += 2.0 * tokens * weights
     flops["head"] = 2.0 * batch * logits * config.hidden_size * config.vocab_size
     return flops

@@ -79,6 +79,19 @@ def test_experts_count_by_the_share_a_token_meets():
     assert cost.flops_dense - cost.flops_ideal == 2 * 0.5 * skipped
 
 
+@pytest.mark.parametrize(("expert_gates", "tokens"), [("per_expert", 0.75), ("per_layer", 0.5)])
+def test_a_token_that_drops_one_of_its_experts_pays_for_the_whole_branch(expert_gates, tokens):
+    fields = {"target": "experts", "layers": "all", "gate": "linear", "branch_rank": 8}
+    model = get_depth_routed_model(
+        build_base("olmoe"), DepthRouteConfig(**fields, expert_gates=expert_gates)
+    )
+    cost = route_cost(model, length=1, budget=0.5)
+    gate = 32 * {"per_expert": 4, "per_layer": 1}[expert_gates]
+    spent = gate + tokens * 2 * 8 * 32  # top-2: of four tokens one keeps both of its experts
+    assert cost.flops_routed - cost.flops_ideal == 2 * 4 * spent
+    assert cost.ffn_ratio == 0.5 + spent / (2 * 3 * 32 * 64)
+
+
 def narrow(**fields):
     sizes = {
         "hidden_size": 64,
