@@ -202,8 +202,10 @@ def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
         cache = kwargs.get("past_key_values")
         past = 0 if cache is None else int(cache.get_seq_length())
         allowed = mask if mask.dtype == torch.bool else mask == 0
+        # In a mask of a sliding window that has moved on, the new positions come last.
+        start = min(past, max(0, mask.shape[-1] - length))
         # A position that no query may look at is padding.
-        real = allowed[:, 0, :, past : past + length].any(dim=1).expand(batch, -1)
+        real = allowed[:, 0, :, start : start + length].any(dim=1).expand(batch, -1)
         if real.shape[1] == length:
             return real
     return None

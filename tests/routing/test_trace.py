@@ -10,8 +10,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import FAMILY_NAMES, GATES, build_base, build_routed, tokens
+from models import (
+    CONFIGS,
+    FAMILY_NAMES,
+    GATES,
+    build_base,
+    build_routed,
+    randomised,
+    routed,
+    tokens,
+)
 from torch import nn
+from transformers import StaticCache
+from transformers.masking_utils import create_masks_for_generate
 
 from hf_depthroute import record_routes, replay_routes
 from hf_depthroute.routing.stack import routings_of, state_of
@@ -302,6 +313,33 @@ def test_joined_traces_keep_padding_where_a_step_has_no_mask() -> None:
     assert torch.equal(joined[1].real, torch.cat([real, torch.ones(2, 1, dtype=torch.bool)], dim=1))
     assert joined.full_ratio() == {1: pytest.approx(4 / 6)}
     assert RouteTrace.cat([made_trace(first)] * 2)[1].token_mask is None
+
+
+@pytest.mark.parametrize("window", [4, 6, None])
+def test_padding_is_known_where_the_window_of_a_static_cache_has_moved_on(
+    window: int | None,
+) -> None:
+    """By the 4D masks that `generate` makes for prompts in chunks."""
+    kind, make = CONFIGS["mistral"]
+    config = make()
+    config.sliding_window = window
+    model = routed(randomised(kind(config), "sdpa", torch.float32, seed=0))
+    batch = padded(length=12, padding=7)
+    cache = StaticCache(config=config, max_cache_len=16)
+    pieces = []
+    for start, stop in ((0, 4), (4, 8), (8, 12)):
+        ids = batch["input_ids"][:, start:stop]
+        mask = create_masks_for_generate(
+            config=config,
+            inputs_embeds=torch.empty(*ids.shape, 0),
+            attention_mask=batch["attention_mask"][:, :stop],
+            past_key_values=cache,
+        )
+        assert mask.ndim == 4
+        with torch.no_grad(), record_routes(model) as trace:
+            model(ids, attention_mask=mask, past_key_values=cache)
+        pieces.append(trace[2].real)
+    assert torch.equal(torch.cat(pieces, dim=1), batch["attention_mask"].bool())
 
 
 def test_layers_without_scores_join_those_with_them() -> None:
