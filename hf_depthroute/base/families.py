@@ -101,7 +101,7 @@ class Family:
 
     @property
     def dropouts(self) -> tuple[str, ...]:
-        """The dropout modules of a layer; at inference they do nothing, unless watched."""
+        """The dropout modules of a layer; in eval mode they do nothing, unless watched."""
         names = (self.attention_dropout, self.ffn_dropout)
         return tuple(name for name in names if name is not None)
 

@@ -8,6 +8,7 @@ weight, a forward of the instance's own.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -45,9 +46,11 @@ def is_watched(module: nn.Module) -> bool:
     return bool(_has_any_global_hook())
 
 
-def any_watched(parent: nn.Module, names: Iterable[str]) -> bool:
-    """Whether one of the named children of `parent` is watched."""
-    return any(is_watched(getattr(parent, name)) for name in names)
+def any_drops(parent: nn.Module, names: Iterable[str]) -> bool:
+    """Whether one of the named dropouts of `parent` drops something, as where a model generates in
+    training mode, or is watched."""
+    parts: list[Any] = [getattr(parent, name) for name in names]
+    return any(is_watched(part) or (part.training and part.p > 0) for part in parts)
 
 
 def is_whole(weight: object) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.contexts import is_exporting
-from ..base.readable import any_watched
+from ..base.readable import any_drops
 from ..base.sublayers import hidden_of
 from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
@@ -105,7 +105,7 @@ class Gathered(Executor):
         kind = target_of(plan).decode_step
         if kind is None or not supports_decode(plan, routing.family):
             return None
-        if any_watched(layer, routing.family.dropouts):
+        if any_drops(layer, routing.family.dropouts):
             return None  # a step leaves them out
         remembers = plan.adapter in routing.depth_route_memory
         # A static layer without attention writes no keys and values, as a sequence without.

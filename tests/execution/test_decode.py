@@ -436,3 +436,23 @@ def test_skip_the_ffn(monkeypatch: pytest.MonkeyPatch) -> None:
             full += sum(int(record.mask.sum()) for record in trace.values())
     assert 0 < full < 8 * 3
     assert sum(rows) == 2 * full  # counted in both runs
+
+
+@pytest.mark.parametrize(
+    ("family", "drops"), [("phi3", "resid_mlp_dropout"), ("stablelm", "dropout")]
+)
+def test_a_step_in_training_mode_drops_what_the_general_pass_drops(family: str, drops: str) -> None:
+    """A model that generates in training mode; a dropout of everything has no chance in it."""
+    model = build_routed(family, "mlp", layers=[1, 2])
+    for layer in decoder_layers(model):
+        getattr(layer, drops).p = 1.0
+    model.train()
+    ids = tokens(1, 8)
+    found = []
+    for executor in ("auto", "rows", "masked"):
+        with torch.no_grad(), state_of(model).override(executor=executor):
+            cache = model(ids[:, :4], use_cache=True).past_key_values
+            steps = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(4, 8)]
+        found.append(torch.cat(steps, dim=1))
+    torch.testing.assert_close(found[0], found[2], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[1], found[2], atol=1e-5, rtol=0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...base.families import Family
-from ...base.readable import any_watched
+from ...base.readable import any_drops
 from ...base.recorded import ROUTER_LOGITS, is_recorded, unrecorded
 from ...base.sublayers import Kwargs, attended, ffn_map, norm_of, router_of
 from ..call import RoutedCall
@@ -92,7 +92,7 @@ class FFNTarget(Target):
 def runs_by_rows(call: RoutedCall) -> bool:
     """Whether `ffn_rows` can stand in for the FFN's update of a stream like the call's."""
     family = call.family
-    if family.ffn_post_norm or family.residual_scale or any_watched(call.layer, family.dropouts):
+    if family.ffn_post_norm or family.residual_scale or any_drops(call.layer, family.dropouts):
         return False
     return is_swiglu(getattr(call.layer, family.ffn), call.stream)
 
