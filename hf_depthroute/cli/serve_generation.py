@@ -22,7 +22,7 @@ _SHARED: dict[str, tuple[str, object]] = {
     "repetition_penalty": ("repetition_penalty (frequency_penalty + 1)", 1.0),
     "min_new_tokens": ("min_new_tokens", 0),
     "sequence_bias": ("logit_bias", None),
-    "do_sample": ("do_sample (false where temperature is 0)", False),
+    "do_sample": ("do_sample (true where temperature is above 0, false where it is 0)", False),
     "temperature": ("temperature", 1.0),
     "top_p": ("top_p", 1.0),
     "top_k": ("top_k", 0),
@@ -33,17 +33,20 @@ _SHARED: dict[str, tuple[str, object]] = {
 # The streamers of the request that is running. An answer whose client left before its first word
 # was sent is never begun, and only an answer that was begun ends its generation.
 STREAMERS: ContextVar[list[object]] = ContextVar("streamers")
+# Whether the request that is running is to be sampled, where it says so without `do_sample`.
+SAMPLED: ContextVar[bool] = ContextVar("sampled", default=False)
 
 
 def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> None:
     """Refuse a prompt or settings that cost too much,
-    and cut the answer to what may follow the prompt.
+    cut the answer to what may follow the prompt, and sample where that is asked for.
 
     Raises:
         HTTPException: 400, with what is too large.
     """
     from fastapi import HTTPException
 
+    as_asked(generation_config)
     ids = inputs["input_ids"]
     length = len(ids) if isinstance(ids, list) else ids.shape[-1]
     room = limits.output_tokens
@@ -69,6 +72,13 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
     if wanted is not None:
         generation_config.max_new_tokens = max(1, min(wanted, most))
     generation_config.max_length = None
+
+
+def as_asked(generation_config: Any) -> None:
+    """Sample where the request says so: transformers sets its temperature alone, which does nothing
+    to a model whose own settings are greedy."""
+    if SAMPLED.get():
+        generation_config.do_sample = True
 
 
 def check_shared(wanted: Any, shared: Any) -> None:
@@ -167,6 +177,7 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
 
     class Continuous(Checked, CBGenerateManager):  # type: ignore[misc]
         def init_cb(self, model: Any, gen_config: Any) -> None:
+            as_asked(gen_config)
             check_shared(gen_config, model.generation_config)
             shared = copy.deepcopy(model.generation_config)  # not the first request's
             shared.use_cache = False  # it has its own

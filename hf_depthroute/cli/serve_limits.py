@@ -23,8 +23,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..files.shown import reason
-from .serve_generation import STREAMERS
-from .serve_settings import Limits, wrong_settings
+from .serve_generation import SAMPLED, STREAMERS
+from .serve_settings import Limits, is_sampled, wrong_settings
 
 GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _LOAD = "/load_model"
@@ -54,6 +54,7 @@ def limited(app: FastAPI, model: str, limits: Limits) -> ASGIApp:
         running += 1
         streamers: list[Any] = []
         STREAMERS.set(streamers)
+        SAMPLED.set(is_sampled(content))
         try:
             yield content
         finally:

@@ -8,6 +8,7 @@ the vocabulary.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -131,6 +132,21 @@ class RequestSettings(BaseModel):
     top_logprobs: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
+
+
+def is_sampled(content: Mapping[str, Any]) -> bool:
+    """Whether a request's body, of settings that are right, asks for drawn tokens, as OpenAI's API
+    reads it: a temperature above 0, or a `top_p` below 1.
+
+    What its `generation_config` says of `do_sample` goes before.
+    """
+    given = json.loads(content.get("generation_config") or "{}")
+    if given.get("do_sample") is not None:
+        return False
+    temperature = content.get("temperature")
+    if temperature is None:
+        return (content.get("top_p") or 1) < 1
+    return temperature > 0
 
 
 def wrong_settings(

@@ -27,7 +27,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from hf_depthroute.cli.serve import link_model
 from hf_depthroute.cli.serve_generation import check_generation, check_shared, limited_managers
-from hf_depthroute.cli.serve_settings import Limits, wrong_settings
+from hf_depthroute.cli.serve_settings import Limits, is_sampled, wrong_settings
 
 POSITIONS = 1 << 17
 OPTIONS = ["--max-prompt-tokens", "64", "--max-output-tokens", "100000", "--max-requests", "20"]
@@ -339,6 +339,36 @@ def test_a_setting_is_honoured_or_refused_by_its_name(
     elif not name.startswith("stop"):
         # Transformers matches no stop strings with a tokenizer of whole words.
         assert status == 200, said
+
+
+@pytest.mark.parametrize(
+    "body, sampled",
+    [
+        ({}, False),
+        ({"temperature": 0.0, "top_p": 0.5}, False),
+        ({"temperature": 0.7}, True),
+        ({"top_p": 0.9}, True),
+        ({"top_p": 1.0}, False),
+        ({"temperature": 1, "generation_config": '{"top_k": 4}'}, True),
+        ({"temperature": 1, "generation_config": '{"do_sample": false}'}, False),
+    ],
+)
+def test_a_temperature_above_0_asks_for_drawn_tokens(body: dict[str, Any], sampled: bool) -> None:
+    assert wrong_settings(body, 8) is None
+    assert is_sampled(body) == sampled
+
+
+@needs_serve
+def test_tokens_are_drawn_where_the_temperature_is_above_0(server: Server, request: Any) -> None:
+    def answer(seed: int) -> tuple[int, Any]:
+        return server.post("/v1/completions", SHORT | {"temperature": 9.0, "seed": seed})
+
+    status, said = answer(0)
+    if request.node.callspec.params["server"]:
+        assert status == 400 and "do_sample" in json.dumps(said), said
+        return
+    texts = [answer(seed)[1]["choices"][0]["text"] for seed in (1, 1, 2, 3)]
+    assert texts[0] == texts[1] and len(set(texts)) > 1, texts
 
 
 @pytest.mark.parametrize(
