@@ -55,6 +55,8 @@ def _dataset_in(error: BaseException) -> str | None:
 def _said(cause: BaseException, access: str) -> str | None:
     from huggingface_hub import errors
 
+    if isinstance(cause, errors.HFValidationError) and access == "write":
+        return "no name of a repository; write user/name, of letters, digits, '-', '_' and '.'"
     if isinstance(cause, errors.OfflineModeIsEnabled) and access == "write":
         return "HF_HUB_OFFLINE is set; unset it to send something"
     unfetched = "not a local path and not in the local cache, and"

@@ -563,6 +563,7 @@ def test_the_command_writes_the_card(
         ([adapter, "--results", tmp_path / "absent.json"], 2, "cannot be read"),
         ([empty], 4, "no depth-routed adapter"),
         ([adapter, "--push-to", "me/router"], 3, "HF_HUB_OFFLINE is set"),
+        ([adapter, "--push-to", "my router"], 3, "repository my router: no name of a repository"),
     ):
         code, _, err = run("card", *arguments)
         assert code == expected, err
