@@ -104,7 +104,7 @@ def _report_adapter(given: ReportOptions) -> Path:
     from . import loading
 
     source = loading.find_source(given)
-    _check_results(given, source.config, known, timed)
+    _check_results(given, source.config, known, timed, wanted)
     loading.check_length(given.length, source.base_config)
     tokenizer = source.tokenizer()
     batches = source.batches(tokenizer, given.split, given.blocks)
@@ -113,9 +113,11 @@ def _report_adapter(given: ReportOptions) -> Path:
     from ..bench import dense_view
     from ..evaluation import BEHIND_PROMPTS
     from ..parts.gates import GATES
+    from ..parts.targets import TARGETS
     from ..report.collect import RunReport, collect_scores, collect_tokens, count_costs
     from ..report.run_page import render_page
 
+    granularity = source.config.granularity
     # It weighs what every token gets: there is nothing to skip, and no budget.
     soft = GATES[source.config.gate].soft
     base = source.base_model()
@@ -152,15 +154,21 @@ def _report_adapter(given: ReportOptions) -> Path:
         bench=timed or None,
         notes=notes,
         weighs=soft,
+        decides=f"for every {granularity} {TARGETS[source.config.target].decides[granularity]}",
     )
     write_text(path, render_page(page))
     return path
 
 
 def _check_results(
-    given: ReportOptions, config: DepthRouteConfig, losses: dict[str, Any], timed: dict[str, Any]
+    given: ReportOptions,
+    config: DepthRouteConfig,
+    losses: dict[str, Any],
+    timed: dict[str, Any],
+    budgets: list[float],
 ) -> None:
-    """Refuse results of another adapter, and losses of other tokens than the adapter's."""
+    """Refuse results of another adapter, losses of other tokens than the adapter's, and times of
+    none of the budgets."""
     files = (f"--eval {given.eval_file}", losses), (f"--bench {given.bench_file}", timed)
     for what, result in files:
         check_origin(what, result, config.weights_hash, given.allow_base_mismatch)
@@ -172,6 +180,18 @@ def _check_results(
             counted = "the text behind prompts, which alone are routed"
         raise CliError(
             f"--eval {given.eval_file}: its losses are not of {counted}; measure them again"
+        )
+    below = [budget for budget in budgets if budget < 1]
+    measured = {
+        name
+        for part in ("prefill", "decode")
+        for name in timed.get(part, {"budgets": {}})["budgets"]
+    }
+    if timed and config.takes_budget() and below and measured.isdisjoint(map(str, below)):
+        listed = ",".join(f"{budget:g}" for budget in below)
+        raise CliError(
+            f"--bench {given.bench_file}: has times of none of the budgets {listed}; measure them "
+            f"with bench --budgets {listed}"
         )
 
 

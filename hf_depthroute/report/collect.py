@@ -83,6 +83,8 @@ class RunReport:
     bench: Mapping[str, Any] | None = None  # as `hf-depthroute bench --out`; None: not measured
     notes: list[str] = field(default_factory=list)  # for the reader
     weighs: bool = False  # every token runs in full, and gates weigh what is added (a memory)
+    # what the routers decide, and about what
+    decides: str = "for every token whether it runs the full layer."
 
     @property
     def names(self) -> list[str]:
@@ -111,6 +113,11 @@ class RunReport:
     def share_full(self, number: int) -> float:
         """The share of decisions for full at one budget, mean over the layers with a gate."""
         return statistics.fmean(layer.full_ratio for layer in self.gated(number).values())
+
+    def share_of_loss(self, number: int) -> float:
+        """That share on the text that the budget's loss was taken on, which may be another."""
+        layers = len(self.scores[number])
+        return float(self.routed[number]["full_ratio"]) * layers / len(self.gated(number))
 
     @property
     def has_thresholds(self) -> bool:

@@ -186,6 +186,22 @@ def test_a_memory_is_said_to_skip_nothing(folders, tmp_path, capsys):
     assert "trained at budget" not in page and "decide for every token" not in page
 
 
+def test_the_page_says_what_is_decided_about_what(folders, tmp_path, capsys):
+    adapter, text = folders
+    base = transformers.AutoModelForCausalLM.from_pretrained(adapter.parent / "base")
+    model = routed(base, target="attention", granularity="sequence")
+    model.save_pretrained(tmp_path / "adapter")
+    out = tmp_path / "page.html"
+    measured = "--dataset", text, "--length", 16, "--blocks", 4, "--samples", 1, "--no-speed"
+    for folder, said in (
+        (tmp_path / "adapter", "decide for every sequence whether its attention runs."),
+        (adapter, "decide for every token whether it enters the FFN."),
+    ):
+        code, _, err = run(capsys, folder, *measured, "--out", out)
+        assert code == 0, err
+        assert said in out.read_text()
+
+
 def test_earlier_results_are_used_as_they_are(folders, tmp_path, capsys):
     adapter, text = folders
     report, *_ = planted_report()
@@ -250,7 +266,23 @@ def test_losses_from_a_file_are_of_the_text_that_it_names(folders, tmp_path, cap
         assert code == 0, err
         page = (tmp_path / "page.html").read_text()
         assert f"<dt>Text of the losses</dt><dd>{said}</dd>" in page
+        assert "With 50% of these decisions for full, the loss is 2.510" in page  # of that text
         assert "<dt>Text</dt><dd>text.txt, split train, 2 blocks of 16 tokens</dd>" in page
+
+
+def test_times_of_none_of_the_budgets_are_refused(folders, tmp_path, capsys):
+    adapter, text = folders
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps(planted_report()[0].bench))
+    measured = next(iter(json.loads(bench.read_text())["prefill"]["budgets"]))
+    common = (adapter, "--dataset", text, "--length", 16, "--blocks", 2, "--bench", bench)
+    code, _, err = run(capsys, *common, "--budgets", "0.3,0.8,1", "--out", tmp_path / "none.html")
+    said = "has times of none of the budgets 0.3,0.8; measure them with bench --budgets 0.3,0.8"
+    assert code == 2 and said in err.splitlines()[-1]
+    out = tmp_path / "some.html"
+    assert run(capsys, *common, "--budgets", f"0.3,{measured}", "--out", out)[0] == 0
+    code, _, err = run(capsys, *common, "--budgets", "1", "--out", tmp_path / "whole.html")
+    assert code == 0, err
 
 
 @pytest.mark.parametrize(
