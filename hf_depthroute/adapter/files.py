@@ -30,6 +30,7 @@ SAMPLED = "sampled_weights"  # of `base_architecture`: numbers of some weights, 
 STAGE_PREFIX = ".saving-"  # folders inside an adapter's folder that hold a save in progress
 
 MAX_CONFIG_BYTES = 1 << 20
+_LFS_POINTER = b"version "  # how the text begins that Git leaves where LFS is not installed
 _MAX_DEPTH = 8
 _MAX_README_BYTES = 1 << 20
 
@@ -158,10 +159,16 @@ def _checked(path: Path, config: Mapping[str, object]) -> Iterator[tuple[Any, di
     """A safetensors file and its header, which is that of the adapter in `config`."""
     try:
         with path.open("rb") as raw:
-            size = int.from_bytes(raw.read(8), "little")
+            start = raw.read(8)
+        if start == _LFS_POINTER:
+            raise AdapterMismatchError(
+                f"{path}: a pointer of Git LFS, not the file; run git lfs pull, or download it"
+            )
+        size = int.from_bytes(start, "little")
         if size > MAX_HEADER_BYTES:
             raise AdapterMismatchError(
-                f"{path}: corrupt, or no adapter: its header says that it has {size:,} bytes"
+                f"{path}: corrupt, or no adapter: its header says that it has {size:,} bytes; "
+                "download or copy it again"
             )
         with safe_open(path, framework="pt") as file:
             parts = {name: file.get_slice(name) for name in list(file.keys())}

@@ -643,6 +643,19 @@ def test_a_file_of_many_tensors_is_refused_by_its_header(adapter: Path, count: i
     assert time.process_time() - began < 3.0
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+        (b"\xff" * 64, "bytes; download or copy it again"),
+    ],
+)
+def test_what_is_no_weights_file_says_what_to_do(adapter: Path, content: bytes, said: str) -> None:
+    (adapter / WEIGHTS_NAME).write_bytes(content)
+    with pytest.raises(AdapterMismatchError, match=said):
+        PeftModel.from_pretrained(build_base("llama"), adapter)
+
+
 @pytest.mark.parametrize("missing", ["table", "file", "layers"])
 @pytest.mark.parametrize("way", ["PEFT", "transformers", "a given config"])
 def test_no_room_is_made_for_a_table_that_its_file_lacks(
