@@ -44,7 +44,7 @@ class Lines:
         left = None
         if self.begun and done > 0:
             left = passed / done * rest
-        return log_line(logs, state.global_step, state.max_steps, left)
+        return log_line(logs, state.global_step, state.max_steps, left, self.first_step)
 
 
 class LinePrinter(Lines, PrinterCallback):
@@ -88,17 +88,24 @@ def print_lines(trainer: Trainer) -> None:
 
 
 def log_line(
-    logs: Mapping[str, Any], step: int, steps: int, seconds_left: float | None = None
+    logs: Mapping[str, Any],
+    step: int,
+    steps: int,
+    seconds_left: float | None = None,
+    first_step: int = 0,
 ) -> str:
     """A log entry of the Trainer in one line: step, loss, its terms, mean share run full,
-    mean gate probability."""
+    mean gate probability. A training that was resumed took the steps after `first_step`."""
     if "train_runtime" in logs:
         speed = logs.get("train_steps_per_second")
         mean = ""
         if "train_loss" in logs:
             mean = f", mean loss {_number(logs['train_loss'])}"
         time_taken = duration(logs["train_runtime"])
-        return f"trained {step} steps in {time_taken} ({_number(speed)} steps/s){mean}"
+        took = f"{step} steps"
+        if first_step:
+            took = f"{step - first_step} steps, up to step {step},"
+        return f"trained {took} in {time_taken} ({_number(speed)} steps/s){mean}"
     shown = [name for name in logs if name not in _NOT_SHOWN and "/layer_" not in name]
     rest = {name: logs[name] for name in shown}
     parts = [f"step {step:>{len(str(steps))}}/{steps}"]
@@ -126,7 +133,8 @@ def log_line(
 def unfinished_schedules(
     arguments: RoutingArguments, config: DepthRouteConfig, steps: int
 ) -> list[str]:
-    """A line on every schedule that ends after a training of `steps` optimizer steps does."""
+    """A line on every schedule that ends after a training of `steps` optimizer steps does,
+    and on labels that it does not come to."""
     if GATES[config.gate].static or steps < 1:
         return []
     assert config.gate_temperature is not None
@@ -145,7 +153,13 @@ def unfinished_schedules(
             f"which ends at a {name} of {last:.3g}, not at the adapter's {end:g}: train for at "
             f"least {length} steps, or make the schedule shorter"
         )
-    return found
+    labels = {"oracle_warmup": arguments.uses_oracle(), "cgs_warmup": arguments.cgs_weight > 0}
+    return found + [
+        f"note: {name}={getattr(arguments, name)}: a training of {steps} steps makes no labels, so "
+        f"their losses do nothing; train longer, or lower {name}"
+        for name, used in labels.items()
+        if used and getattr(arguments, name) >= steps
+    ]
 
 
 def missed_budget(config: DepthRouteConfig, history: Sequence[Mapping[str, Any]]) -> str | None:

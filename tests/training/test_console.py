@@ -228,6 +228,30 @@ def test_what_a_training_of_ten_steps_leaves_unfinished(
     assert unfinished_schedules(RoutingArguments(**fields), config, 0) == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"oracle": "all_full", "oracle_warmup": 9}, []),
+        ({"oracle": "all_full", "oracle_warmup": 10}, ["oracle_warmup=10"]),
+        ({"oracle_warmup": 10, "cgs_warmup": 10}, []),  # neither is used
+        ({"cgs_weight": 0.5}, ["cgs_warmup=500"]),
+    ],
+)
+def test_labels_that_a_training_of_ten_steps_never_makes(
+    fields: dict[str, Any], names: list[str]
+) -> None:
+    lines = unfinished_schedules(RoutingArguments(**fields), DepthRouteConfig(), 10)
+    said = [f"note: {name}: a training of 10 steps makes no labels" for name in names]
+    assert [line.partition(", so")[0] for line in lines] == said
+
+
+def test_a_resumed_training_says_which_steps_it_took() -> None:
+    end = {"train_runtime": 2.0, "train_steps_per_second": 2.0, "train_loss": 5.5}
+    assert log_line(end, 44, 44) == "trained 44 steps in 0:02 (2 steps/s), mean loss 5.5"
+    resumed = "trained 4 steps, up to step 44, in 0:02 (2 steps/s), mean loss 5.5"
+    assert log_line(end, 44, 44, first_step=40) == resumed
+
+
 @pytest.mark.parametrize(("share", "said"), [(0.65, False), (0.9, True), (0.3, True)])
 def test_the_last_entry_with_shares_counts(share: float, said: bool) -> None:
     config = DepthRouteConfig(gate="linear", budget=0.6)
