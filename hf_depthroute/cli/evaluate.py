@@ -100,6 +100,8 @@ def evaluate(options: EvalOptions) -> None:
         o.refuse_unused(
             options.context, _OF_LOSS, "no effect with --tasks, which bring their own texts"
         )
+        if options.include_path is not None and not options.include_path.is_dir():
+            raise CliError(f"--include-path {options.include_path}: no such folder")
     budgets = o.parse_budgets(options.budgets)
     from . import loading
 

@@ -15,7 +15,10 @@ import typer
 from . import options as o
 from .errors import CliError
 
-_PEFT = re.compile(r"""\bpeft["']?\s*[=:]\s*["']?([^,\s"'}]+)""")  # in KEY=VALUE words, and in JSON
+# In KEY=VALUE words, and in JSON.
+_PEFT, _ADAPTER = (
+    re.compile(rf"""\b{name}["']?\s*[=:]\s*["']?([^,\s"'}}]+)""") for name in ("peft", "adapter")
+)
 
 
 def lm_eval(context: typer.Context, debug: o.Debug = False) -> None:
@@ -55,7 +58,8 @@ def lm_eval(context: typer.Context, debug: o.Debug = False) -> None:
 
 
 def _refuse_padding(words: Sequence[str]) -> None:
-    """Refuse an adapter that `--model hf` would read otherwise than it is served.
+    """Refuse an adapter that is not there, or that `--model hf` would read otherwise than it is
+    served.
 
     Its batches pad without a mask, which a decision about a sequence would read; and a prompt and
     its continuation come in one pass, so that prompts alone cannot be told.
@@ -74,15 +78,17 @@ def _refuse_padding(words: Sequence[str]) -> None:
     file = _file_settings(given.config)
     model = given.model or file.get("model") or "hf"
     batch_size = given.batch_size or file.get("batch_size") or 1
-    if given.model_args:
-        found = _PEFT.search(" ".join(words))
-    else:
-        found = _PEFT.search(str(file.get("model_args")))
-    if found is None or model == "depthroute":
+    own = model == "depthroute"
+    said = " ".join(words) if given.model_args else str(file.get("model_args"))
+    found = (_ADAPTER if own else _PEFT).search(said)
+    if found is None:
         return
-    from .loading import load_adapter_config
+    from ..config.adapter import DepthRouteConfig
+    from .loading import load_adapter_config, read_peft_config
 
-    config = load_adapter_config(found[1])
+    config = load_adapter_config(found[1]) if own else read_peft_config(found[1])
+    if own or not isinstance(config, DepthRouteConfig):
+        return
     instead = f"use --model depthroute --model_args adapter={found[1]}"
     if config.phases == "prefill":
         raise CliError(

@@ -24,7 +24,7 @@ from .gguf import find_gguf_file
 
 if TYPE_CHECKING:
     import torch
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ..config.adapter import DepthRouteConfig
@@ -70,8 +70,6 @@ def _gguf_keyword(gguf_file: str | None) -> dict[str, Any]:
 def load_adapter_config(adapter: str) -> DepthRouteConfig:
     """The adapter's configuration; `CliError` where there is none, it is broken,
     or of another PEFT method."""
-    import peft
-
     from ..config.adapter import DepthRouteConfig
 
     folder = Path(adapter)
@@ -81,17 +79,25 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
                 f"adapter {adapter}: there is no {name} in it; is this the --out of a training?",
                 ADAPTER,
             )
+    config = read_peft_config(adapter)
+    if not isinstance(config, DepthRouteConfig):
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise CliError(f"adapter {adapter}: a {kind} adapter, not a depth-routed one", ADAPTER)
+    return config
+
+
+def read_peft_config(adapter: str) -> PeftConfig:
+    """The configuration of an adapter of any PEFT method; `CliError` where there is none."""
+    import peft
+
     with explained(f"adapter {adapter}", adapter, code=ADAPTER):
         try:
-            config = peft.PeftConfig.from_pretrained(adapter)
+            config: PeftConfig = peft.PeftConfig.from_pretrained(adapter)
         except (json.JSONDecodeError, KeyError) as error:  # PEFT could not tell whose it is
             what = f"adapter_config.json is corrupt ({error}); train or copy again"
             if isinstance(error, KeyError):
                 what = f"peft_type {error} is unknown; upgrade hf_depthroute"
             raise CliError(f"adapter {adapter}: {what}", ADAPTER) from error
-    if not isinstance(config, DepthRouteConfig):
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        raise CliError(f"adapter {adapter}: a {kind} adapter, not a depth-routed one", ADAPTER)
     return config
 
 

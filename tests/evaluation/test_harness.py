@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
+import peft
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
-from models import VOCABULARY, build_routed, routed
+from models import VOCABULARY, build_base, build_routed, routed
 from places import ROOT
 from text_models import save_base, word_tokenizer
 from transformers import AutoModelForCausalLM
@@ -305,6 +306,13 @@ def test_the_command_prints_a_table_and_writes_lm_evals_results(
     assert "give one of --dataset and --tasks" in capsys.readouterr().err
 
 
+def test_a_folder_of_tasks_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", "adapter", "--tasks", "colours", "--include-path", "absent"])
+    assert caught.value.code == 2
+    assert "error: --include-path absent: no such folder" in capsys.readouterr().err
+
+
 def lm_eval_program(*words: object) -> subprocess.CompletedProcess[str]:
     """`hf-depthroute lm-eval` in a process of its own,
     where nothing has registered the method with PEFT."""
@@ -423,6 +431,20 @@ def test_lm_evals_own_model_is_refused_what_it_reads_otherwise(
     context = pytest.raises(CliError, match=refused) if refused else nullcontext()
     with context:
         _refuse_padding(["run", "--model_args", f"pretrained=base,peft={tmp_path}", *words])
+
+
+@pytest.mark.parametrize("words", [["--model", "depthroute"], ["--model", "hf"]])
+def test_lm_evals_own_program_names_an_adapter_that_is_not_there(words: list[str]) -> None:
+    given = "pretrained=base,peft=./absent,adapter=./absent"
+    with pytest.raises(CliError, match=r"adapter \./absent: no such folder") as caught:
+        _refuse_padding(["run", "--model_args", given, *words])
+    assert caught.value.code == 2
+
+
+def test_lm_evals_own_program_takes_adapters_of_other_methods(tmp_path: Path) -> None:
+    lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(build_base("llama"), lora).save_pretrained(tmp_path)
+    _refuse_padding(["run", "--model_args", f"pretrained=base,peft={tmp_path}"])
 
 
 @pytest.mark.parametrize(
