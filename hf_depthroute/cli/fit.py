@@ -48,7 +48,8 @@ class FitOptions(o.TextOptions, o.BaseOptions):
     prompt_tail: Annotated[
         int | None,
         typer.Option(
-            help="With --phases prefill: last tokens of a prompt that run in full. Default: 64.",
+            help="With --phases prefill: last tokens of a prompt that run in full. Default: 64, or "
+            "a sixth of --length, if less.",
             min=1,
         ),
     ] = None

@@ -113,11 +113,9 @@ def _report_adapter(given: ReportOptions) -> Path:
     from ..bench import dense_view
     from ..evaluation import BEHIND_PROMPTS
     from ..parts.gates import GATES
-    from ..parts.targets import TARGETS
     from ..report.collect import RunReport, collect_scores, collect_tokens, count_costs
     from ..report.run_page import render_page
 
-    granularity = source.config.granularity
     # It weighs what every token gets: there is nothing to skip, and no budget.
     soft = GATES[source.config.gate].soft
     base = source.base_model()
@@ -154,7 +152,7 @@ def _report_adapter(given: ReportOptions) -> Path:
         bench=timed or None,
         notes=notes,
         weighs=soft,
-        decides=f"for every {granularity} {TARGETS[source.config.target].decides[granularity]}",
+        decides=_decides(source.config),
     )
     write_text(path, render_page(page))
     return path
@@ -288,6 +286,16 @@ def _measure_speed(
     room = getattr(routed.config, "max_position_embeddings", None) or math.inf
     rounds = {"decode_steps": int(min(16, room - prompts.shape[1])), "repeats": repeats}
     return bench(routed, base=untouched, input_ids=prompts, budgets=budgets, **rounds)
+
+
+def _decides(config: DepthRouteConfig) -> str:
+    """What the routers decide, and about what."""
+    from ..parts.targets import TARGETS
+
+    what = "whether it runs the full layer."
+    if not config.target_pattern:  # else it differs from layer to layer
+        what = TARGETS[config.target].decides[config.granularity]
+    return f"for every {config.granularity} {what}"
 
 
 def _facts(

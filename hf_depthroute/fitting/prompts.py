@@ -75,7 +75,7 @@ def fit_prompts(
     The adapter has `phases="prefill"`. Every layer may do without its FFN, its attention's queries,
     or both; keys and values are always written. In their place is a low-rank branch or some of the
     FFN's own neurons, fitted by least squares. All tokens of a prompt take it but attention sinks
-    and the last 64 (`prompt_tail`), which the text behind reads most; what is generated runs in
+    and the last (`prompt_tail`), which the text behind reads most; what is generated runs in
     full. Which layers do so, and how, is found on the text: two thirds of each row are a prompt,
     and the rest is the text whose loss counts. The last layer of a prompt is free, since nothing
     reads it but its last token.
@@ -91,8 +91,8 @@ def fit_prompts(
         keep: In (0, 1): the share of a prompt that is left, the router's own included.
         config: Which `layers` may be routed, by default all; its `prompt_tail`, `seed`,
             `modules_to_save` and `task_type` are kept. Target, gate and branch are found, and left
-            out of it. Without a `prompt_tail` it is 64, and of prompts of less than 256 tokens a
-            quarter.
+            out of it. Without a `prompt_tail` it is 64, or a quarter of a row's prompt where that
+            is less.
         keep_of: What `keep` is a share of: `"flops"`, or `"time"`, as transformers takes it here
             and now: run it on the machine that serves, with nothing else on it. The choice of
             layers is the best for that.
