@@ -26,13 +26,15 @@ from ..base.contexts import evaluating, hooked, of_this_thread
 from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
 from ..base.sublayers import Kwargs, arguments_given, hidden_of
+from ..config.adapter import DepthRouteConfig
+from ..config.rules import ConfigError
 from ..data.batches import breaks_of
 from ..execution.call import RoutedCall
 from ..execution.context import ForwardContext, unpack
 from ..execution.layer import routed_call
 from ..inference.calibration import active_routings
 from ..parts.gates import GATES
-from ..routing.plan import RoutePlan
+from ..parts.targets import TARGETS
 from ..routing.routing import ROUTING, Routing
 from .trace_statistics import mean_of_all
 
@@ -180,7 +182,7 @@ def run_forks(
         if routing is None or plan is None or (not on_policy and fork is None):
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
-        _check_forkable(plan)
+        check_forkable(plan.config)
         plan = replace(plan, training=False)
         call = routed_call(layer, plan, h, context, kwargs, decides=on_policy)
         if plan.gate.static:  # there is one path
@@ -224,20 +226,19 @@ def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, t
     return out, after_full, after_cheap
 
 
-def _check_forkable(plan: RoutePlan) -> None:
-    """Raise `ValueError` for adapters whose two paths are not a choice between two
+def check_forkable(config: DepthRouteConfig) -> None:
+    """Raise `ConfigError` for adapters whose two paths are not a choice between two
     streams at one token."""
-    config = plan.config
-    gate = GATES[plan.config.gate]
+    gate = GATES[config.gate]
     refused = {
-        "target": plan.target.per_pair,
+        "target": TARGETS[config.target].per_pair,
         "granularity": config.granularity == "sequence",
         "gate": gate.scales_sublayers or gate.scales_ffn or gate.exits or gate.static,
     }
     for name, bad in refused.items():
         if bad:
             fault = f"{name}={getattr(config, name)!r}"
-            raise ValueError(
+            raise ConfigError(
                 f"util, rank and cgs need a choice per token and layer; they do not support {fault}"
             )
 

@@ -21,7 +21,7 @@ from ..routing.stack import state_of
 from ..routing.thresholds import Measured
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
 from .arguments import LOSSES, RoutingArguments
-from .forks import Prefix, observe_prefix
+from .forks import Prefix, check_forkable, observe_prefix
 from .losses import LossInputs, diagnostics, routing_losses
 from .oracle import NO_LABELS, LabelScale, prefix_utility
 from .prompts import of_prompts
@@ -55,6 +55,8 @@ class RoutingObjective:
         labels = arguments.uses_oracle() or arguments.cgs_weight > 0
         if labels and any(routing.active_config().phases == "prefill" for routing in routings):
             raise ConfigError(NO_LABELS)
+        if labels:
+            check_forkable(routings[0].active_config())
         config = routings[0].active_config()
         if config.causal_rule == "running" and config.budget_scope == "global":
             raise ConfigError(

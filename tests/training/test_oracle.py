@@ -178,6 +178,23 @@ def test_prompts_alone_have_no_labels() -> None:
         assert prefix_utility(prefix, ids)
 
 
+@pytest.mark.parametrize("weights", [{"oracle": "all_full"}, {"cgs_weight": 0.5}])
+@pytest.mark.parametrize(
+    ("kind", "fields", "named"),
+    [
+        ("mlp", {"gate": "halting", "target": "block", "branch": "none"}, "gate='halting'"),
+        ("mlp", {"granularity": "sequence"}, "granularity='sequence'"),
+    ],
+)
+def test_what_has_no_labels_is_refused_before_the_first_step(
+    kind: str, fields: dict[str, Any], named: str, weights: dict[str, Any]
+) -> None:
+    model = build_routed("llama", kind, **fields)
+    RoutingObjective(RoutingArguments(), model)
+    with pytest.raises(ConfigError, match=f"they do not support {named}"):
+        RoutingObjective(RoutingArguments(**weights), model)
+
+
 def test_forks_can_be_limited_to_some_layers() -> None:
     model = build_routed("llama")
     every, one = (
