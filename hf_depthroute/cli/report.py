@@ -289,7 +289,7 @@ def _measure_speed(
 
 
 def _decides(config: DepthRouteConfig) -> str:
-    """What the routers decide, and about what."""
+    """The routers' decision in words: about a token or a sequence, and its subject."""
     from ..parts.targets import TARGETS
 
     what = "whether it runs the full layer."

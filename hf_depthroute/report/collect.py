@@ -83,7 +83,7 @@ class RunReport:
     bench: Mapping[str, Any] | None = None  # as `hf-depthroute bench --out`; None: not measured
     notes: list[str] = field(default_factory=list)  # for the reader
     weighs: bool = False  # every token runs in full, and gates weigh what is added (a memory)
-    # what the routers decide, and about what
+    # the decision of the routers, in words
     decides: str = "for every token whether it runs the full layer."
 
     @property
