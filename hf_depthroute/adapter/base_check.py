@@ -79,8 +79,7 @@ def describe_base(
 
 
 def remember_base(model: nn.Module, config: PreTrainedConfig) -> None:
-    """Note in `config` which base its adapter is saved with:
-    its weights may have been trained since injection."""
+    """Note in `config` the base as it is now: its weights may have been trained since injection."""
     before = (config.base_architecture or {}).get(SAMPLED) or {}
     now = describe_base(model)
     # What cannot be read now, because it is sharded or offloaded, stays as it was.
@@ -223,8 +222,7 @@ def _sampled(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _position(name: str, shape: torch.Size, vocabulary: int | None) -> int:
-    """Which of a weight's values is looked at; of the embeddings,
-    that of a model with a vocabulary of that size."""
+    """Which of a weight's values is looked at; of embeddings, as if they had `vocabulary` rows."""
     rows = shape[0]
     if vocabulary is not None and name.startswith("embeddings."):
         rows = vocabulary

@@ -29,16 +29,10 @@ _SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times 
 
 
 def check_injection(model: nn.Module, name: str, config: PeftConfig, stack: Stack) -> list[int]:
-    """The indices of the layers to route.
-
-    Args:
-        model: The base.
-        name: The new adapter's.
-        config: Its configuration.
-        stack: The base's decoder.
+    """The indices of the layers to route, in `model` whose decoder is `stack`.
 
     Raises:
-        ConfigError: The adapter cannot be added to this model.
+        ConfigError: Adapter `name`, configured by `config`, cannot be added to this model.
         AdapterMismatchError: It was made for another base.
     """
     family = stack.family
@@ -76,8 +70,7 @@ def check_injection(model: nn.Module, name: str, config: PeftConfig, stack: Stac
 def _check_parts(
     model: Any, family: Family, layers: Any, routed: list[int], config: DepthRouteConfig
 ) -> None:
-    """Raise `ConfigError` where a layer lacks what the configuration routes,
-    or a part would be absurdly wide."""
+    """Raise `ConfigError` where a layer lacks what is routed, or a part would be absurdly wide."""
     width = width_of(layers[0], family)
     widest = max(4 * width, _SMALL_WIDTH)
     for index in routed:
@@ -113,8 +106,7 @@ def _check_parts(
 
 
 def default_rank(config: DepthRouteConfig, width: int, ffn: Any, layer_index: int = -1) -> int:
-    """The rank of a layer's branch where the configuration names none; by default,
-    of the layers without a pattern."""
+    """The rank of a layer's branch where none is named; by default, of layers without a pattern."""
     branch = config.branch_of(layer_index)
     neurons = neurons_of(ffn)
     if branch == "swiglu":
@@ -154,8 +146,7 @@ def _check_no_copies(
 
 
 def _check_memory(config: DepthRouteConfig, layers: int, widest: int) -> None:
-    """Raise `ConfigError` where a memory would look up too much for a token,
-    or hold too much in all its layers."""
+    """Raise `ConfigError` where a memory looks up too much for a token, or is too large."""
     embedding = embedding_width(config)
     if embedding > widest:
         raise ConfigError(

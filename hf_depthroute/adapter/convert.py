@@ -201,8 +201,7 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
 def _check_tensors(
     folder: Path, given: Mapping[str, Any], files: Mapping[str, Any], model: Any
 ) -> tuple[list[int], dict[str, int]]:
-    """The routed layers, and the widths `b` and `r`; every tensor's name,
-    dtype and shape is as it must be."""
+    """The routed layers, and the widths by letter; checks every tensor's name, dtype and shape."""
     found: dict[int, set[str]] = {}
     base = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     tied = None

@@ -105,8 +105,7 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read(content: dict[str, Any]) -> SavedAdapter:
-    """The configuration; as loading reads it where it has fields that are not known here,
-    such as a newer PEFT's."""
+    """The configuration; as loading reads it where fields are unknown here, as a newer PEFT's."""
     if content.keys() <= {field.name for field in fields(SavedAdapter)}:
         return SavedAdapter(**content)
     from ..config.adapter import DepthRouteConfig

@@ -129,8 +129,7 @@ def _check_hash(
 
 
 def check_header(path: Path, config: Mapping[str, object]) -> None:
-    """Refuse a weights file whose names, dtypes and sizes are not those of `config`;
-    no value is read.
+    """Refuse weights whose names, dtypes and sizes do not fit `config`; no value is read.
 
     Raises:
         AdapterMismatchError: As `check_folder`, or there is no such file.
@@ -187,8 +186,7 @@ def _checked(path: Path, config: Mapping[str, object]) -> Iterator[tuple[Any, di
 
 
 def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
-    """`sha256:...` over names, dtypes, shapes and bytes,
-    whatever the order and PEFT's prefix of the names."""
+    """`sha256:...` over names without PEFT's prefix, in order, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for name, value in sorted(
         (name.removeprefix(WRAPPER), value) for name, value in tensors.items()

@@ -32,13 +32,10 @@ def checked_generate(generate: Any, self: Any, *args: Any, **kwargs: Any) -> Any
 def check_generation(
     model: nn.Module, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> None:
-    """Refuse what makes `generate` decide otherwise than it does plainly,
-    with the adapters that are active.
+    """Refuse what makes `generate` decide otherwise than it does plainly; an unrouted model passes.
 
-    Args:
-        model: A transformers model, or a module around one; one that is not routed passes.
-        arguments: Those of `generate` without a name, the inputs and a generation config.
-        options: Those with one.
+    `arguments` are those of `generate` by place, the inputs and a generation config; `options` the
+    others.
 
     Raises:
         ConfigError: Whole sequences are routed, and their decision would be made on a part of the

@@ -34,10 +34,7 @@ _handed_down: ContextVar[ForwardContext | None] = ContextVar(
 
 
 def enter(stack: Stack) -> None:
-    """Switch every decoder layer of `stack` to its routed subclass.
-
-    A second call changes nothing.
-    """
+    """Switch every decoder layer of `stack` to its routed subclass; a second call does nothing."""
     if _hand_down not in stack.decoder._forward_pre_hooks.values():
         stack.decoder.register_forward_pre_hook(_hand_down, with_kwargs=True)
     for layer in stack.layers:
@@ -47,10 +44,7 @@ def enter(stack: Stack) -> None:
 
 
 def swap(layer: Any, forward: Forward) -> None:
-    """Switch a decoder layer to its routed subclass, whose `forward` is given.
-
-    A second call changes nothing.
-    """
+    """Switch a decoder layer to its subclass with this `forward`; a second call does nothing."""
     if not hasattr(layer, "_depth_route_base"):
         base: Any = type(layer)
         _set_class(layer, routed_class(base, forward))
@@ -76,8 +70,7 @@ def _unhook(module: nn.Module, function: Any) -> None:
 
 
 def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of the decoder stack: give the layers, by one keyword,
-    what only the stack knows."""
+    """Pre-hook of the decoder stack: give the layers, by a keyword, what only the stack knows."""
     stack: RoutedStack = getattr(decoder, STACK)
     given = kwargs
     if len(args) > 1:  # a bare decoder may be given its mask by place
@@ -150,8 +143,7 @@ def _of_shape(
 
 
 def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of layers whose stack keeps its keywords to itself; the first,
-    so that others see them too."""
+    """Pre-hook of layers whose stack keeps its keywords; the first, so that others see them."""
     return args, {**kwargs, CONTEXT: _handed_down.get()}
 
 
@@ -316,8 +308,7 @@ def token_ids_of(
 
 @functools.cache
 def routed_class(base: Any, forward: Forward) -> Any:
-    """The subclass that decoder layers of class `base` are switched to: same name and module,
-    our `forward`."""
+    """The subclass of `base` for decoder layers: same name and module, our `forward`."""
     names = tuple(inspect.signature(base.forward).parameters)[2:]
     cls = type(base)(
         base.__name__,

@@ -143,8 +143,8 @@ def _branch_of(model: nn.Module, key: str) -> Any:
 
 
 def check_same(config: DepthRouteConfig, saved: DepthRouteConfig, given: bool = False) -> None:
-    """Raise `AdapterMismatchError` where weights of the adapter `saved` would do something else in
-    that of `config`, which is in the model, or `given` for them."""
+    """Raise `AdapterMismatchError` where the weights of adapter `saved` would do something else
+    with `config`, which is in the model, or `given` for them."""
     skipped = {*_SETTINGS, *_SEEN_IN_TENSORS}
     other = "the one in the model"
     remedy = "load it under a name of its own"
@@ -167,8 +167,7 @@ def check_same(config: DepthRouteConfig, saved: DepthRouteConfig, given: bool = 
 
 
 def discard(model: nn.Module, adapter_name: str) -> None:
-    """Take out an adapter that could not be loaded; without another one,
-    the model is as it was before."""
+    """Take out an adapter that was not loaded; without another one, the model is as before."""
     base = unwrapped(model)
     routings = [module for module in base.modules() if isinstance(module, Routing)]
     for routing in routings:
@@ -227,11 +226,10 @@ def _read_strictly(
 
 
 def _kept_in_place(model: nn.Module, device_map: Mapping[str, object] | None) -> dict[str, object]:
-    """A device map for reading an adapter: its parts stay where they are,
-    whatever is offloaded around them.
+    """A device map for reading an adapter: its parts stay where they are.
 
-    Otherwise the parts of a layer on disk would be left at their first values: nothing would fetch
-    them from there.
+    Otherwise those of an offloaded layer would be left at their first values: nothing would fetch
+    them from disk.
     """
     parts = {
         name: routing for name, routing in model.named_modules() if isinstance(routing, Routing)
@@ -265,8 +263,7 @@ def unchanged_on_error(model: nn.Module, adapter_name: str = "default") -> Itera
 
 
 def kept_trained(model: nn.Module) -> Callable[[], None]:
-    """A function that lets those parameters train again that train now, and no others; where
-    routing is turned off, those that train once it is on again."""
+    """A function that lets those parameters train that train now, or will once routing is on."""
     trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     later = [(module, module.trained) for module in model.modules() if isinstance(module, Routing)]
 
@@ -300,8 +297,7 @@ def has_adapter(model: nn.Module, adapter_name: str) -> bool:
 
 
 def from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> Any:
-    """`PeftConfig.from_json_file`, here `read`, with which every path reads a config before it
-    touches a model."""
+    """`PeftConfig.from_json_file`, here `read`, by which every path reads a config first."""
     path = Path(path_json_file)
     if not path.exists():
         return read(cls, path_json_file, **kwargs)  # PEFT says why

@@ -24,8 +24,7 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 def check_modules_to_save(
     model: nn.Module, layers: Iterable[nn.Module], names: Iterable[str]
 ) -> None:
-    """Raise `ConfigError` unless every name means at least one module,
-    and none that holds a decoder layer or another one that is copied."""
+    """Raise `ConfigError` unless every name means modules, each to be copied once and whole."""
     layers = set(layers)
     copied: set[str] = set()
     for name in names:
@@ -50,8 +49,7 @@ def check_modules_to_save(
 
 
 def matching(model: nn.Module, name: str) -> dict[str, nn.Module]:
-    """The base's modules whose names end with `name`, by name: no part of a router,
-    such as a gate's `score`."""
+    """The base's modules whose names end with `name`, by name, without the routers' parts."""
     routings = [path for path, module in model.named_modules() if isinstance(module, Routing)]
     inside = tuple(f"{path}." for path in routings)
     return {
@@ -110,8 +108,7 @@ def copy_modules(
 
 
 def set_copies(model: nn.Module, routed: set[str], active: list[str], inference_mode: bool) -> None:
-    """Use the copies of the `active` ones of the `routed` adapters;
-    what holds none of theirs is another method's."""
+    """Use the copies of those `routed` adapters that are `active`; others are another method's."""
     for module in model.modules():
         if isinstance(module, AuxiliaryTrainingWrapper) and not routed.isdisjoint(module._adapters):
             used = [name for name in active if name in module._adapters]
@@ -130,8 +127,7 @@ def copies_that_train(model: nn.Module, names: set[str]) -> list[tuple[nn.Parame
 
 @contextmanager
 def without_copies(model: nn.Module, adapter_name: str) -> Iterator[None]:
-    """Inside the block the base's own modules run where adapter `adapter_name` has copies;
-    what trains stays as it is."""
+    """Inside the block the base's own modules run where the adapter has copies."""
     copied: list[Any] = [
         module
         for module in model.modules()

@@ -76,8 +76,7 @@ def install() -> None:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., object]) -> None:
-    """Replace `owner.name` by `around`, which gets the original as its first argument;
-    a second call does nothing."""
+    """Replace `owner.name` by `around`, which gets the original first; done once."""
     found = vars(owner).get(name, getattr(owner, name))
     original = getattr(found, "__func__", found)
     if hasattr(original, _MARK):
@@ -247,8 +246,7 @@ def _loaded(
     source: object,
     hub: Mapping[str, object],
 ) -> Any:
-    """`read()`, which loads adapter `adapter_name` onto `model`;
-    it is read again where it has been saved meanwhile."""
+    """`read()`, which loads an adapter onto `model`; again where it has been saved meanwhile."""
 
     def undone() -> Any:
         with loading_from(model, adapter_name, source, hub), _undone(model, source, adapter_name):
@@ -264,8 +262,7 @@ def _check_reload(
     hub: Mapping[str, Any],
     given: bool = False,
 ) -> DepthRouteConfig:
-    """The configuration in `source` of the adapter in the model, of another moment,
-    or of the one whose configuration is `given`."""
+    """The configuration in `source`, checked against that of the model, or one that is `given`."""
     saved = PeftConfig.from_pretrained(source, **hub)
     if given:
         other = "the config that was given is of one"

@@ -68,8 +68,7 @@ def save_whole(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """`PeftModel.save_pretrained`, here `save`, that stages the files of a model with a
-    depth-routed adapter.
+    """`PeftModel.save_pretrained`, here `save`; files of a routed adapter are staged.
 
     Raises:
         OSError: The disk is full, with the path and what is needed; or another process holds the
@@ -97,8 +96,7 @@ def save_whole(
 
 
 def _warn_of_thresholds(model: nn.Module) -> None:
-    """Warn if an adapter is about to be saved whose gates train and whose thresholds
-    were never fitted."""
+    """Warn if gates of the adapter train and its thresholds were never fitted."""
     for routing in routings_of(model):
         for name, table in routing.depth_route_quantiles.items():
             gate = routing.depth_route_gate[name]
@@ -111,8 +109,7 @@ def _warn_of_thresholds(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def staged_save(folder: Path) -> Iterator[Path]:
-    """An empty folder whose files take their places in `folder` at the end of the block,
-    or not at all."""
+    """A folder whose files take their places in `folder` at the end of the block, or not at all."""
     created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder):
@@ -149,8 +146,7 @@ def staged_save(folder: Path) -> Iterator[Path]:
 
 
 def _bring_readme(folder: Path, stage: Path) -> bool:
-    """Copy the README for a card that keeps the user's text;
-    False where there is one that cannot be read."""
+    """Copy the README, for a card that keeps the user's text; False if it cannot be read."""
     try:
         (stage / CARD_NAME).write_bytes(read_readme(folder))
     except FileNotFoundError:

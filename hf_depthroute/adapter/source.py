@@ -120,8 +120,7 @@ def read_whole(folder: Path, read: Callable[[], Found]) -> Found:
 
 
 def _state(folder: Path) -> list[tuple[int, int, int] | None]:
-    """Which files of an adapter stand in a folder: a file that replaces another one has another
-    number and time."""
+    """Which files of an adapter stand in a folder: one that replaces another has another number."""
     found: list[tuple[int, int, int] | None] = []
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         try:
@@ -146,8 +145,7 @@ def settle(folder: Path) -> None:
 
 
 def finish(root: Path) -> None:
-    """Put a staged config next to the weights that it was staged with,
-    where those have taken their place already."""
+    """Put a staged config next to the weights that it was staged with, if those are in place."""
     for staged in sorted(root.glob(f"{STAGE_PREFIX}*/**/{CONFIG_NAME}")):
         place = root.joinpath(*staged.relative_to(root).parts[1:])
         if _goes_through_link(staged, root) or _goes_through_link(place.parent, root):

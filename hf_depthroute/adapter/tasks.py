@@ -72,8 +72,7 @@ def for_task(model: nn.Module, config: DepthRouteConfig) -> DepthRouteConfig:
 def make_for_task(
     make: Any, model: nn.Module, peft_config: Any, *args: object, **kwargs: object
 ) -> Any:
-    """`peft.get_peft_model`, here `make`, for a configuration that leaves the task to the model;
-    it stays as it is."""
+    """`peft.get_peft_model`, here `make`; a configuration without a task gets the model's."""
     if isinstance(peft_config, DepthRouteConfig) and peft_config.task_type is None:
         peft_config = copy.copy(peft_config)
         peft_config.task_type = task_of(model)

@@ -43,12 +43,7 @@ class Entry(NamedTuple):
 
 
 def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> str | None:
-    """Why a file of these tensors is not the adapter that `config` describes; None if it may be.
-
-    Args:
-        header: Every tensor's entry by name.
-        config: The content of `adapter_config.json`.
-    """
+    """Why a file with this `header` is not the adapter of this `adapter_config.json`; or None."""
     saved_modules = config.get("modules_to_save") or ()
     layers = config.get("layers")
     routed = set(layers) if isinstance(layers, list) else None
@@ -107,8 +102,7 @@ def _fault_of_memory(
 
 
 def fault_of_values(name: str, value: torch.Tensor) -> str | None:
-    """Why a tensor of an adapter cannot hold these values,
-    such as `"holds values that are not finite"`."""
+    """Why an adapter's tensor cannot hold these values: `"holds values that are not finite"`."""
     kinds = (rule for kind, rule in RULES.items() if name.endswith(kind))
     return next(kinds, _fault_of_weight)(value)
 

@@ -222,8 +222,7 @@ class DepthRouteModel(BaseTuner):
         return self.model.generate(*args, **kwargs)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
-        """Activate routed adapters, with their copies of base modules;
-        other methods' copies stay as they are."""
+        """Activate routed adapters and their copies; other methods' copies stay as they are."""
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         for routing in self._routings():
             routing.set_adapter(names, inference_mode=inference_mode)
@@ -259,8 +258,7 @@ class DepthRouteModel(BaseTuner):
         super().disable_adapter_layers()
 
     def enable_adapter_layers(self) -> None:
-        """Turn the adapters on again; PEFT makes copies train that did not, here they go on as
-        before."""
+        """Turn the adapters on again; unlike PEFT's own, it leaves frozen copies frozen."""
         super().enable_adapter_layers()
         for parameter, trained in self._copies_train or ():
             parameter.requires_grad_(trained)
@@ -270,8 +268,7 @@ class DepthRouteModel(BaseTuner):
         self.merge_and_unload()
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        """Where PEFT is asked not to keep the adapter in float32, as which its parts are made,
-        they take the base's dtype."""
+        """Parts are made in float32; where PEFT is asked not to keep that, they take the base's."""
         super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
         if autocast_adapter_dtype:
             return
@@ -290,8 +287,7 @@ class DepthRouteModel(BaseTuner):
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
-        """The name follows `depth_route_*` and precedes a nested module,
-        where PEFT does not look for it."""
+        """The name follows `depth_route_*`, before a nested module: PEFT does not look there."""
         bare = without_adapter_name(key, adapter_name)
         return bare or super()._remove_adapter_name_from_key(key, adapter_name)
 
@@ -316,8 +312,7 @@ class DepthRouteModel(BaseTuner):
 
 
 def _drop_empty_routings(layers: Iterable[nn.Module]) -> None:
-    """Take out what deleted adapters left: transformers asks the first routing which
-    adapter is active."""
+    """Take out what deleted adapters left: transformers asks the first routing what is active."""
     for layer in layers:
         routing = layer._modules.get(ROUTING)
         if routing is not None and not routing.depth_route_gate:

@@ -175,8 +175,7 @@ def _conflicts_of_rules(c: DepthRouteConfig) -> Iterator[str]:
 
 
 def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
-    """Conflicts between the target and the branch of a layer,
-    and of the patterns with the other fields."""
+    """Conflicts between a layer's target and branch, and of the patterns with other fields."""
     plain = ("ffn", "attention", "block")
     if c.target_pattern and (not set(c.targets()) <= set(plain) or c.granularity != "token"):
         yield f"target_pattern={c.target_pattern!r} is for the targets {_any_of(plain)} per token"

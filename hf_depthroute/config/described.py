@@ -43,8 +43,7 @@ TASKS = {
 
 
 def refuses_unknown(owner: Owner) -> Owner:
-    """Class decorator of a dataclass: a field that it does not have is refused,
-    where PEFT drops it with a warning."""
+    """Class decorator: a field that the dataclass lacks is refused, where PEFT only warns."""
     init: Any = owner.__init__  # type: ignore[misc]
     names = [f.name for f in dataclasses.fields(owner) if f.init]
 
@@ -72,8 +71,7 @@ class AdapterFields(RoutingFields):
 
     @property
     def has_memory(self) -> bool:
-        """Whether there is a table of n-grams, as the target or in the cheap branch;
-        layers are then given the ids."""
+        """Whether there is a table of n-grams, as the target or in the branch; it needs the ids."""
         return self.branch == "memory" or TARGETS[self.target].reads_ids
 
     @property
@@ -135,8 +133,7 @@ class AdapterFields(RoutingFields):
         return (share * gated + depth - len(routed)) / depth
 
     def takes_budget(self) -> bool:
-        """Whether inference follows the budget: there is a gate,
-        and it goes by the quantiles of its scores."""
+        """Whether inference follows the budget: gates and the quantiles of their scores decide."""
         static = GATES[self.gate].static
         return not static and self.fixed_threshold is None and self.causal_rule != "predictor"
 
@@ -235,8 +232,7 @@ class AdapterFields(RoutingFields):
         return sorted(self.layers)
 
     def _check(self) -> None:
-        """Check all fields, and fill in those that depend on others;
-        `ConfigError` where a value cannot be used."""
+        """Check all fields, and fill in those that depend on others; raises `ConfigError`."""
         config: Any = self
         for name in (*PATTERNS, "share_shifts"):
             setattr(self, name, _by_index(getattr(self, name)))
@@ -245,8 +241,7 @@ class AdapterFields(RoutingFields):
         check_complete(config)
 
     def _to_save(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """`saved`, all fields, as they are written. The weights' hash is written together
-        with the weights."""
+        """`saved`, all fields, as they are written; the weights' hash comes with the weights."""
         saved = saved | {"library_version": __version__, "weights_hash": None}
         # Fields that older versions do not have are left out where nothing uses them: so these read
         # what they can run.

@@ -67,8 +67,7 @@ _LAYER_RULE = re.compile(r"(last|every|before_last):([1-9][0-9]{0,3})|(before_la
 
 
 class ConfigError(OneLine, ValueError):
-    """A field of `DepthRouteConfig` has a value that cannot be used. The message is one line:
-    field, value, range."""
+    """A field of `DepthRouteConfig` has a value that cannot be used; the message is one line."""
 
 
 def require(holds: object, name: str, value: Any, what: str) -> None:
@@ -101,8 +100,7 @@ def check_patterns(c: DepthRouteConfig, routed: list[int]) -> None:
 
 
 def check_phases(phases: Any, granularity: str, target: str) -> str:
-    """Return `phases` if an adapter of this granularity and target can have it;
-    raise `ConfigError` otherwise."""
+    """Return `phases`, or raise `ConfigError` if such an adapter cannot have it."""
     _check_choice("phases", phases, CHOICES["phases"])
     what = (
         "needs granularity='token': a sequence is decided once, on its prompt, for everything that "
@@ -141,8 +139,7 @@ def _check_format(version: Any, library: Any) -> None:
 
 
 def check_given(c: DepthRouteConfig) -> None:
-    """Check each field alone, before dependent defaults are filled in;
-    no field may name code to import."""
+    """Check each field alone, before defaults are filled in; none may name code to import."""
     _check_format(c.format_version, c.library_version)
     for name, longest in _TEXTS.items():
         value = getattr(c, name)
@@ -282,8 +279,7 @@ def module_of(gate: Any) -> str | None:
 
 @functools.cache
 def package_of(module: str) -> str | None:
-    """Name of the installed distribution that has `module`; None for a script,
-    or for code on the path."""
+    """The installed distribution that has `module`; None for a script, or code on the path."""
     return next(iter(packages_distributions().get(module.partition(".")[0], ())), None)
 
 

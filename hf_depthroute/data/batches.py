@@ -122,8 +122,7 @@ def _check_tables(tables: _Tables, number: int, inputs: Mapping[str, torch.Tenso
 
 
 def device_of(*modules: nn.Module) -> torch.device:
-    """Where the first weight of `modules` runs: of an offloaded one,
-    the device to which it is fetched."""
+    """The device of the first weight of `modules`; if offloaded, that to which it is fetched."""
     for part in (part for module in modules for part in module.modules()):
         for weight in part.parameters(recurse=False):
             execution = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
@@ -168,8 +167,7 @@ def prompts_of(
 
 
 def breaks_of(position_ids: torch.Tensor) -> torch.Tensor:
-    """Bool `[B, T]`, true where positions do not go on by one:
-    where another document starts (packing)."""
+    """Bool `[B, T]`, true where positions do not go on by one: another (packed) document starts."""
     return pad(position_ids.diff() != 1, (1, 0))
 
 

@@ -272,8 +272,7 @@ def _stdlib(split: str, streaming: bool) -> Any:
 
 
 def _from_disk(path: Path, split: str, streaming: bool) -> Any:
-    """A split, or a slice of one, of what `save_to_disk` wrote: a `DatasetDict`, or a `Dataset`,
-    which is `"train"`."""
+    """A split, or a slice, of what `save_to_disk` wrote; a `Dataset` alone is `"train"`."""
     import datasets
 
     saved = datasets.load_from_disk(str(path))

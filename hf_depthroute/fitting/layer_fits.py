@@ -122,16 +122,14 @@ class Fits:
             routing.active_quantiles().set(table.to(self.metrics[index].device))
 
     def calibrate(self, text: Batches) -> None:
-        """The one threshold that holds the budget on the stream that is left by that of
-        the text fitted on."""
+        """The one threshold that holds the budget on the stream left by that of the text."""
         set_thresholds(self.model, text)
         routing = next(iter(self.routings.values()))
         self.threshold = float(routing.active_quantiles()(self.config.budget))
         self.next_threshold = self._middle + self.threshold / self._factor
 
     def _fit_layer(self, index: int, rows: _Rows, cheap_N: torch.Tensor | None) -> None:
-        """Branch, then gate; without a decision yet, the cheaper half by a linear prediction
-        stands in for it."""
+        """Branch, then gate; before any decision, `_cheaper_half` stands in for one."""
         found = self.layers[index]
         gate = self._gate(index)
         if cheap_N is None:
@@ -197,8 +195,7 @@ class Fits:
             _rescale(self._gate(index), min(_MOST, max(1 / _MOST, found / predicted)) ** 0.25, 0.0)
 
     def _fit_cheap_path(self, index: int, rows: _Rows, chosen_N: torch.Tensor) -> torch.Tensor:
-        """Fit branch and memory on the tokens in `chosen_N`;
-        what they miss of each token's update, `[N, d]`."""
+        """Fit branch and memory on `chosen_N`; what they miss of each update, `[N, d]`."""
         routing = self.routings[index]
         branch = routing.depth_route_branch[routing.active_name()]
         memory: Any = routing.depth_route_memory._modules.get(routing.active_name())

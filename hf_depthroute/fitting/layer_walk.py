@@ -89,8 +89,7 @@ class LayerWalk:
     def calls(
         self, index: int, states: Sequence[torch.Tensor], plan: RoutePlan
     ) -> list[RoutedCall]:
-        """The routed part of layer `index` on its inputs `[B, T, d]`, one for each batch,
-        not decided and not run."""
+        """The routed part of layer `index` for each batch, not decided and not run."""
         return [self._call(index, batch, h, plan) for batch, h in enumerate(states)]
 
     def _call(self, index: int, batch: int, h: torch.Tensor, plan: RoutePlan) -> RoutedCall:
@@ -105,8 +104,7 @@ class LayerWalk:
 
 @contextmanager
 def _passed_through(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the block every layer but the first gives back its input,
-    in the form of the first one's output."""
+    """Inside the block layers but the first give back their input, in its output's form."""
     outputs: list[Any] = []
 
     def note(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -135,16 +133,8 @@ def _passed_through(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def check_finite(index: int, streams: Sequence[torch.Tensor], real: Sequence[torch.Tensor]) -> None:
-    """Refuse a stream of NaN or infinity, from which nothing can be fitted.
-
-    Args:
-        index: A decoder layer.
-        streams: The stream behind its full path, `[B, T, d]` of each batch.
-        real: Bool `[B, T]` of each batch: the real tokens.
-
-    Raises:
-        NonFiniteError: The stream of a real token is not finite.
-    """
+    """Raise `NonFiniteError` unless the stream behind a layer, `[B, T, d]` of each batch, is finite
+    at the real tokens."""
     wrong = 0
     for stream, mask in zip(streams, real, strict=True):
         wrong += int((~stream.isfinite().all(-1) & mask.to(stream.device)).sum())
@@ -163,13 +153,7 @@ Visit = Callable[[int, list[RoutedCall]], list[torch.Tensor]]
 
 @torch.no_grad()
 def walk_layers(walk: LayerWalk, visit: Visit) -> None:
-    """Call `visit(index, calls)` of every routed layer in order;
-    it returns the layer's output for each batch.
-
-    Args:
-        walk: The text.
-        visit: Given the index of a layer and its routed part for each batch.
-    """
+    """Call `visit(index, calls)` of every routed layer in order; it returns the outputs."""
     states = walk.first()
     for index in range(len(walk.layers)):
         plan = walk.plan(index)

@@ -61,8 +61,7 @@ def standard_error(values_R: torch.Tensor) -> float | None:
 def tokens_and_losses(
     tokens: int, held_out: Batches, dense_R: torch.Tensor, loss_R: torch.Tensor
 ) -> dict[str, object]:
-    """The part of every fit's record: tokens fitted on and held out, and the losses of these,
-    `[R]` each, of the dense and of the routed model."""
+    """The part of every fit's record: tokens, and the losses `[R]` of dense and routed model."""
     return {
         "tokens": tokens,
         "held_out_tokens": tokens_of(held_out),
@@ -77,11 +76,7 @@ def remember_fit(
 ) -> PeftModel:
     """Keep the record of a fit with the adapter, and leave the model in eval mode.
 
-    Args:
-        model: The fitted model.
-        fit: The record.
-        started: `time.monotonic()` at the beginning.
-        seconds_of: Seconds of every phase.
+    It `started` at that `time.monotonic()`; `seconds_of` are those of every phase.
     """
     record = {
         "fit": fit,

@@ -155,8 +155,7 @@ class Search:
         states: list[torch.Tensor],
         paths: Mapping[str, list[Path]],
     ) -> list[Path]:
-        """The routed part, and the stream behind its full path, for each batch;
-        layers that run one after the other compute it once."""
+        """Routed parts and full streams by batch; sequential layers compute them once."""
         plan = routing.plan(False)
         assert plan is not None
         traits = TARGETS[target]
@@ -194,8 +193,7 @@ class Search:
 
 @dataclass
 class Rows:
-    """Rows that a branch is fitted to: the output of its norm and the update `[N, d]`,
-    the size of the stream `[N]`."""
+    """Rows to fit a branch to: its norm's output and the update `[N, d]`, stream sizes `[N]`."""
 
     x_Nd: torch.Tensor
     y_Nd: torch.Tensor
@@ -228,8 +226,7 @@ def real_rows(streams: list[torch.Tensor], walk: LayerWalk) -> torch.Tensor:
 
 
 def options_of(routing: Routing) -> list[Option]:
-    """Options of a layer: FFN, attention or both, by low-rank branches and by parts of
-    the FFN's neurons."""
+    """A layer's options: FFN, attention or both, by low-rank branches and parts of the neurons."""
     ffn = routing.ffn
     width = routing.width
     low = max(1, width // 8)
@@ -246,8 +243,7 @@ def options_of(routing: Routing) -> list[Option]:
 
 
 def config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRouteConfig:
-    """The adapter with these options; its target and branch are those of most layers,
-    the others are patterns."""
+    """The adapter with these options: those of most layers are its own, the others patterns."""
     (main, _), *_ = Counter(chosen.values()).most_common()
     others = {index: option for index, option in chosen.items() if option != main}
     return DepthRouteConfig(
@@ -307,8 +303,7 @@ def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> di
 
 
 def _savings(model: PeftModel, length: int, tail: int) -> Callable[[Routing, Option], float]:
-    """A function of a layer's routing and an option: the share of the FLOPs of a prompt that the
-    option leaves out."""
+    """A function of a routing and an option: the share of a prompt's FLOPs that it leaves out."""
     in_full = min(1.0, tail / length)
     full = dict.fromkeys((routing.layer_index for routing in active_routings(model)), 1.0)
     dense = sum(count_flops(model, batch=1, length=length, shares=full).values())

@@ -224,8 +224,7 @@ def _check_length(length: int, tail: int) -> None:
 
 
 def _check_tail(batches: Batches, use: str, tail: int) -> None:
-    """Raise `ConfigError` where no prompt in the rows has a token before its `tail`,
-    or no text behind it."""
+    """Raise `ConfigError` if no prompt has a token before its `tail`, or text behind it."""
     masks = [prompts_of(batch, tail) for batch in batches]
     routed = any(bool(cheap.any()) for cheap, _ in masks)
     if not routed or not any(bool(behind.any()) for _, behind in masks):
@@ -283,8 +282,7 @@ def _refit(
 def _behind(
     model: PeftModel, text: Batches, tail: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of the dense and of the routed model, and `KL(dense || routed)`,
-    on the text behind each row's prompt.
+    """Losses of the dense and the routed model, and `KL(dense || routed)`, behind the prompts.
 
     Nats per token, `[R]` each, as `parts_of_mean` has them.
     """

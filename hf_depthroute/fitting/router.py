@@ -255,8 +255,7 @@ def _warn_if_missed(share: float, keep: float) -> None:
 def _best_round(
     fit: Fits, held_out: Batches, rounds: int
 ) -> tuple[Trial, dict[int, LayerFit], list[float]]:
-    """Fit in rounds, and leave the model as the one with the lowest held-out loss made it:
-    its trial, its fits, and the losses of all."""
+    """The trial and the fits of the round with the lowest held-out loss, and the losses of all."""
     best: tuple[Trial, dict[int, dict[str, object]], dict[int, LayerFit]] | None = None
     losses = []
     for number in range(rounds):
@@ -276,8 +275,7 @@ def _best_round(
 
 
 def _bar(model: PeftModel, rounds: int, shown: bool | None, *parts: Batches) -> FitBar:
-    """A bar over all passes of the text, the part that layers are rated on, what is held out,
-    and that for budgets."""
+    """A bar over all passes of the text, what is rated, what is held out, and that for budgets."""
     layers = stack_of(model).layers
     text, rated, held_out, budgets = (positions(own_part(part)) for part in parts)
     passes = (
@@ -287,8 +285,7 @@ def _bar(model: PeftModel, rounds: int, shown: bool | None, *parts: Batches) -> 
 
 
 def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> DepthRouteConfig:
-    """A copy of `config` as `fit_router` begins with it, for a model of `depth` layers;
-    `ConfigError` as there."""
+    """`config` as `fit_router` begins with it, for `depth` layers; `ConfigError` as there."""
     if not 0 < keep < 1:
         raise ConfigError(
             f"keep={keep!r} must be between 0 and 1, the share of all calls that runs in full"

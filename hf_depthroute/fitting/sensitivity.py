@@ -96,15 +96,9 @@ def stream_gradients(
 def text_gradients(
     model: nn.Module, batches: Batches, counted: list[torch.Tensor], seed: int, draws: int
 ) -> list[list[torch.Tensor]]:
-    """`stream_gradients` of each batch, bfloat16, with seeds by a row's number in the text
-    of all processes.
+    """`stream_gradients` of each batch, bfloat16; rows' seeds count over all processes.
 
-    Args:
-        model: A causal language model, in eval mode.
-        batches: From `model_inputs`; with several processes, the rows of this one.
-        counted: The positions of each batch that count.
-        seed: Seed of the tokens that are drawn.
-        draws: How often.
+    `counted` are the positions that count; with several processes, batches hold this one's rows.
     """
     number = seed * 1_000_003 + own_rows(sum(len(batch["input_ids"]) for batch in batches))[0].start
     found = []
@@ -173,8 +167,7 @@ def _root(metric_dd: torch.Tensor, tokens: int) -> torch.Tensor:
 def _drawn(
     log_probs_NV: torch.Tensor, counted_BT: torch.Tensor, seeds: list[int], draws: int
 ) -> Iterator[torch.Tensor]:
-    """A token from each distribution, `[N]`, for each draw;
-    those of a row depend on its own seed alone."""
+    """A token from each distribution, `[N]`, for each draw, by its row's own seed."""
     counts = counted_BT.sum(1).tolist()  # not the places: padding may lie before them
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     sums_NV = log_probs_NV.exp().cumsum(-1)

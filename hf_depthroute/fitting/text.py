@@ -22,13 +22,7 @@ class FitWarning(UserWarning):
 
 
 def warn_if_few(tokens: int, stacklevel: int, seen: str = "") -> None:
-    """Warn that `tokens` tokens are few to fit on, where they are.
-
-    Args:
-        tokens: How many there are.
-        stacklevel: As of `warnings.warn`, where this is called.
-        seen: What was seen with few, if anything was measured.
-    """
+    """Warn where `tokens` are few to fit on; `seen` says what was seen with few."""
     if tokens < _ENOUGH:
         warnings.warn(
             f"fit_router: {tokens:,} tokens to fit on are few{seen}; give it more than {_ENOUGH:,}",

@@ -179,8 +179,7 @@ def _gather_costs(
     attention_mask: torch.Tensor | None,
     repeats: int,
 ) -> GatherCosts | None:
-    """The cost model from the whole prompts and the last eighth of them;
-    None if the two ways take the same time."""
+    """The cost model, from the whole prompts and their last eighth; None without a difference."""
     points = []
     for length in (-(-input_ids.shape[1] // 8), input_ids.shape[1]):
         ids = input_ids[:, -length:]
@@ -207,8 +206,7 @@ def _supported(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
 ) -> list[str]:
-    """The executors that support some routed layer's call on these prompts; `"full"`,
-    the base's layer, is apart."""
+    """The executors but `"full"` that support some routed layer's call on these prompts."""
     found: set[str] = set()
 
     def look(layer: Any, args: tuple[Any, ...], kwargs: Kwargs) -> None:

@@ -100,10 +100,9 @@ def keep_shares(routings: Sequence[Routing], shares: Mapping[int, float], budget
 def set_thresholds(
     model: nn.Module, batches: list[dict[str, torch.Tensor]], rule: str = "threshold"
 ) -> None:
-    """One pass of `calibrate`: the thresholds of the budget in force on the stream
-    that `rule` leaves.
+    """One pass of `calibrate`: thresholds for the budget in force, on the stream of `rule`.
 
-    With `"threshold"` the stream is that of the thresholds as they are.
+    With `"threshold"` that is the stream of the thresholds as they are.
     """
     routings = gated_routings(model)
     config = routings[0].active_config()
@@ -195,8 +194,7 @@ def set_budget(model: nn.Module, budget: float) -> None:
 
 
 def _adopt(routings: Iterable[Routing], budget: float) -> None:
-    """Make `budget` that of the adapter of these layers,
-    and their quantiles' thresholds those of its controllers."""
+    """Make `budget` the adapter's, and its thresholds those of the controllers."""
     for routing in routings:
         routing.active_config().budget = budget
         if (controller := routing.active_controller()) is not None:
@@ -316,8 +314,7 @@ def _holds_tokens(batches: list[dict[str, torch.Tensor]]) -> bool:
 def _scores(
     model: nn.Module, batches: list[dict[str, torch.Tensor]], config: DepthRouteConfig
 ) -> dict[int, torch.Tensor]:
-    """Scores of all real tokens (pairs, sequences), `[N]`, of each layer with a gate;
-    of all with a global budget."""
+    """Scores of all real tokens (pairs, sequences), `[N]`, by gated layer; of all if global."""
     by_sequence = config.granularity == "sequence"
     nothing = torch.empty(0, device=device_of(model))
     scores = {routing.layer_index: [nothing] for routing in gated_routings(model)}

@@ -57,8 +57,7 @@ class DraftCounter:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted share of the drafted tokens; every pass of the full model adds one
-        token of its own."""
+        """Accepted share of the drafted tokens; every pass adds one of the full model's own."""
         return (self.new_tokens - self.target_passes) / max(1, self.drafted)
 
     @property
@@ -68,8 +67,7 @@ class DraftCounter:
 
 
 class _Draft:
-    """Mixin of a draft view: what transformers' assisted generation asks of it,
-    without the overhead of `generate`.
+    """Mixin of a draft view: assisted generation without the overhead of `generate`.
 
     Attributes:
         confidence: A draft ends after a token whose probability is lower.
@@ -119,8 +117,7 @@ class _Draft:
         processors: LogitsProcessorList,
         cache: Cache | None,
     ) -> GenerateDecoderOnlyOutput:
-        """Up to `count` tokens after `ids` `[1, T]`, and for each the scores `[1, V]` that
-        it was drawn from."""
+        """Up to `count` tokens after `ids` `[1, T]`, and the scores `[1, V]` of each."""
         if cache is None:
             # Also of sliding windows it keeps everything, so that it can be cropped.
             cache = DynamicCache()
@@ -231,8 +228,7 @@ def draft_view(
 
 
 def _view_of(base: nn.Module) -> Any:
-    """A copy of `base` with its own modules, flags and configurations,
-    whose tensors are those of `base`."""
+    """A copy of `base` with modules, flags and configurations of its own, and the same tensors."""
     # What the copy keeps: every tensor, and where accelerate offloads them to.
     memo: dict[int, object] = {}
     for module in base.modules():
@@ -248,8 +244,7 @@ def _view_of(base: nn.Module) -> Any:
 
 
 def _leave_out(model: nn.Module, drop: Sequence[int]) -> None:
-    """Take the decoder layers `drop` out of a view, and number the others,
-    their caches and their adapters anew."""
+    """Take layers out of a view, and number the others, their caches and adapters anew."""
     stack = stack_of(model)
     family = stack.family
     layers = stack.layers

@@ -116,8 +116,7 @@ def fit_branch(
 
 
 def ridge_of(branch: nn.Module, tokens: int, width: int) -> float:
-    """The penalty of `fit_branch` for text that was not fitted on,
-    from `tokens` tokens of `width` features."""
+    """The penalty of `fit_branch` on `tokens` tokens of `width` features, for other text."""
     least = _RIDGE
     if isinstance(branch, NeuronBranch):
         least = _RIDGE_OF_NEURONS

@@ -91,13 +91,7 @@ def _where(model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]) -> s
 
 @torch.no_grad()
 def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> str | None:
-    """The first layer whose output is not finite, in words; None if every output is.
-
-    Args:
-        model: As `finite_logits`.
-        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
-            `[B, T]`.
-    """
+    """The first layer whose output is not finite on `batches`, in words; None without one."""
     base: Any = model.get_base_model()
     layers = stack_of(base).layers
     for batch in batches:

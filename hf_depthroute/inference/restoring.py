@@ -16,8 +16,7 @@ from ..routing.stack import one_change, routings_of
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Put the active adapter's budget, the shares of its layers, quantile tables and controllers
-    back at the end of the block."""
+    """Put what `snapshot` keeps back at the end of the block."""
     with one_change(model):
         undo = snapshot(model)
         try:
@@ -28,8 +27,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_on_error(model: nn.Module) -> Iterator[None]:
-    """The same only where the block raises, and the choice of executors and every
-    module's mode, too."""
+    """The same only where the block raises; executors and modules' modes, too."""
     undo = snapshot(model)
     tuned = [(routing, routing.tuned) for routing in routings_of(model)]
     restore_modes = kept_modes(model)

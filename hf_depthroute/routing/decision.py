@@ -19,14 +19,13 @@ def decide(
     predicted: torch.Tensor | None = None,
     experts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bool mask of what runs full, and `p`, both in the shape of `scores`: `[B, T]`,
-    or `[B, T, K]` pairs.
+    """The bool mask of what runs full, and `p`, both in the shape of `scores`.
 
     Args:
         plan: The plan of this forward pass.
         layer_index: Index of the decoder layer.
-        scores: Float32.
-        token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
+        scores: Float32 `[B, T]`, or `[B, T, K]` of pairs.
+        token_mask: Bool `[B, T]`, true at real tokens; None for all.
         predicted: Logits of the causal predictor, `[B, T]`.
         experts: Int64 `[B, T, K]`, the expert of each pair.
 
@@ -76,12 +75,7 @@ def decide(
 
 
 def decided_tokens(plan: RoutePlan, token_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The tokens that are decided about, bool `[B, T]`: real ones, and not the last,
-    which run in full; None for all.
-
-    Args:
-        plan: As of `decide`, as is `token_mask`.
-    """
+    """The tokens that gates decide about, bool `[B, T]`: real ones but the last; None for all."""
     if plan.last_tokens is None:
         return token_mask
     return where_real(~plan.last_tokens, token_mask)

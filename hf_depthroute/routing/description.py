@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def routing_summary(config: AdapterFields, layer: int | None = None) -> str:
-    """`ffn per token, budget 0.5, gate mlp, branch lowrank`; of one `layer`,
-    where one is given, or of all."""
+    """`ffn per token, budget 0.5, gate mlp, branch lowrank`; of one `layer`, or of all."""
     memory = (
         f"{config.memory_slots:,} slots of {config.memory_width}, {config.memory_heads} heads, "
         f"{_orders(config)}"
@@ -41,8 +40,7 @@ def routing_summary(config: AdapterFields, layer: int | None = None) -> str:
 
 
 def patterns_words(config: AdapterFields) -> list[str]:
-    """Exceptions of single layers:
-    `["target block in 28-29", "rank 192 in 28", "rank 72 in 29"]`."""
+    """Exceptions of single layers, such as `["target block in 28-29", "rank 192 in 28"]`."""
     said = []
     for name in PATTERNS:
         pattern = getattr(config, name) or {}

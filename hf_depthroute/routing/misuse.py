@@ -38,11 +38,9 @@ FROZEN = (
 def warn_of_training(
     decoder: nn.Module, active: Mapping[Routing, DepthRouteConfig], inputs: torch.Tensor
 ) -> None:
-    """Warn of a step of `decoder`, in training mode, that trains nothing,
-    or routers without their losses.
+    """Warn of a training step of `decoder` that trains nothing, or routers without their losses.
 
-    `active` are the configurations of its active routed layers, `inputs` the ids or embeddings that
-    it is called with.
+    `active` are the configurations of its active routed layers, `inputs` its ids or embeddings.
     """
     trained = (routing for routing, config in active.items() if _trains(routing, config))
     training = next(trained, None)
@@ -57,8 +55,7 @@ def warn_of_training(
 
 
 def warn_of_backward(routing: Routing, config: DepthRouteConfig, *outputs: torch.Tensor) -> None:
-    """Warn if gradients come back through the outputs of a layer that is in evaluation mode and
-    whose gate trains.
+    """Warn if gradients come back to a gate that trains, through a layer in evaluation mode.
 
     Said by the adapter's last layer with a gate only, which every gradient of a loss passes.
     """
@@ -75,8 +72,7 @@ def warn_of_backward(routing: Routing, config: DepthRouteConfig, *outputs: torch
 
 
 def warn_of_thresholds(routing: Routing, plan: RoutePlan) -> None:
-    """Warn if inference is about to compare scores with thresholds that were never fitted;
-    said by one layer only."""
+    """Warn, once a model, if inference is to compare with thresholds that were never fitted."""
     config = plan.config
     if plan.budget >= 1.0 or plan.rule not in ("threshold", "running"):
         return
@@ -92,8 +88,7 @@ def warn_of_thresholds(routing: Routing, plan: RoutePlan) -> None:
 
 
 def _trains(routing: Routing, config: DepthRouteConfig) -> bool:
-    """Whether its gate trains, and needs training mode and the routing losses for it;
-    a soft one needs neither."""
+    """Whether its gate trains, and needs training mode and losses for it; a soft one does not."""
     if GATES[config.gate].soft:
         return False
     return any(parameter.requires_grad for parameter in routing.depth_route_gate.parameters())

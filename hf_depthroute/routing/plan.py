@@ -101,8 +101,7 @@ class RoutePlan:
 
 
 class Asked(NamedTuple):
-    """The values that a plan takes from the configuration, read once:
-    another thread may change them at any time."""
+    """The configuration's values for a plan, read once: other threads may change them."""
 
     budget: float
     fixed_threshold: float | None
@@ -111,8 +110,7 @@ class Asked(NamedTuple):
 
 
 def shape_class(batch: int, length: int) -> tuple[bool, int]:
-    """Input shapes that cost about the same: decode or not,
-    and the number of rows to the next power of two."""
+    """Shapes that cost about the same: decode or not, and the rows to the next power of two."""
     return length == 1, (batch * length - 1).bit_length()
 
 

@@ -141,8 +141,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self._move_adapter_to_device_of_base_layer(name)
 
     def make_branch(self, target: str, kind: str, rank: int) -> nn.Module:
-        """A branch for this layer, its weights not yet drawn;
-        `kind` and `rank` as `branch` and `branch_rank`."""
+        """A branch for this layer, not drawn yet; `kind` and `rank` as in the configuration."""
         if kind == "neurons":
             return NeuronBranch(self.norm_in_front("ffn"), self.ffn, self.width, rank)
         small_ffn = kind == "swiglu"
@@ -153,13 +152,11 @@ class Routing(nn.Module, BaseTunerLayer):
         return LowRankBranch(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
 
     def follow(self, name: str, previous: Routing) -> None:
-        """Name the layer that adapter `name` routes before this one;
-        a token that left there stays out here."""
+        """Name the layer that the adapter routes before this one; who left there stays out here."""
         self._previous[name] = (previous,)
 
     def add_projection(self, name: str, config: DepthRouteConfig, owner: Routing) -> None:
-        """Create adapter `name`'s target projection in the layer that owns it,
-        or refer to the owner's."""
+        """Create an adapter's target projection in the layer that owns it, or refer to it."""
         if owner is self:
             projection = TargetProjection(self.width, config.summary_dim)
             self.depth_route_target[name] = self._initialised(projection, config, "target")
@@ -167,8 +164,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self.projections[name] = (cast(TargetProjection, owner.depth_route_target[name]),)
 
     def adapter(self) -> str | None:
-        """Name of the adapter that routes this layer now;
-        None when the layer runs as the base does.
+        """Name of the adapter that routes this layer now; None when the layer runs as the base.
 
         Raises:
             ValueError: More than one routed adapter is active.
@@ -189,8 +185,7 @@ class Routing(nn.Module, BaseTunerLayer):
         return names[0] if names else None
 
     def norm_in_front(self, part: str) -> nn.Module | None:
-        """The base's norm before the `"ffn"` or the `"attention"`;
-        None if the base norms afterwards."""
+        """The base's norm before the `"ffn"` or `"attention"`; None if it norms afterwards."""
         norm, in_front = self._norms[0][part]
         return cast(nn.Module, norm) if in_front else None
 
@@ -202,13 +197,11 @@ class Routing(nn.Module, BaseTunerLayer):
         return cast(DepthRouteConfig, self.peft_configs[name])
 
     def active_config(self) -> DepthRouteConfig:
-        """The configuration of the adapter that routes this layer now;
-        `ValueError` when there is none."""
+        """The active adapter's configuration; `ValueError` when there is none."""
         return self.config(self.active_name())
 
     def budget(self) -> float:
-        """The budget that inference of the calling thread follows;
-        `ValueError` when no adapter is active."""
+        """The budget of the calling thread's inference; `ValueError` if no adapter is active."""
         return self.state.budget(self.active_config().budget)
 
     def active_target(self) -> TargetTraits:
@@ -220,8 +213,7 @@ class Routing(nn.Module, BaseTunerLayer):
         return GATES[self.active_config().gate_of(self.layer_index)]
 
     def active_quantiles(self) -> ScoreQuantiles:
-        """The quantile table of the adapter that routes this layer now;
-        `ValueError` when there is none."""
+        """The active adapter's quantile table; `ValueError` when there is none."""
         return cast(ScoreQuantiles, self.depth_route_quantiles[self.active_name()])
 
     def active_controller(self) -> BudgetController | None:
@@ -308,8 +300,7 @@ class Routing(nn.Module, BaseTunerLayer):
         return super().train(mode)
 
     def forget_prepared(self) -> None:
-        """Drop plans, cast weights and decoding steps; what comes next makes them from the weights
-        as they are then."""
+        """Drop plans, cast weights and decoding steps; they are made anew from the weights."""
         self.prompts += 1
         for module in self.modules():
             kept = module.__dict__.get("_derived")
@@ -375,8 +366,7 @@ class Routing(nn.Module, BaseTunerLayer):
                 part.to(target)
 
     def hold_in_base_dtype(self, name: str) -> None:
-        """Keep the weights of adapter `name` in the dtype of the layer's FFN, or of its norms where
-        that is quantised; thresholds stay float32."""
+        """Give an adapter's weights the dtype of the FFN, or of the norms if that is quantised."""
         modules = *self._ffn, self._norms[0]["ffn"][0]
         held = (parameter.dtype for module in modules for parameter in module.parameters())
         dtype = next((dtype for dtype in held if dtype in _COMPUTES), None)
@@ -388,8 +378,7 @@ class Routing(nn.Module, BaseTunerLayer):
                 parts[name].to(dtype)
 
     def _initialised(self, module: Any, config: DepthRouteConfig, part: str) -> nn.Module:
-        """`module`, its weights drawn from a generator that depends on the seed,
-        the layer and the part only."""
+        """`module`, its weights drawn from a generator by seed, layer and part only."""
         # Else they come from the adapter file.
         if not any(parameter.is_meta for parameter in module.parameters()):
             salt = {"gate": 1, "branch": 2, "target": 3, "predictor": 4, "memory": 5}[part]

@@ -80,8 +80,7 @@ def one_change(model: nn.Module) -> AbstractContextManager[object]:
 
 
 def in_turn(change: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """`change`, whose first argument is the model that it changes for all threads,
-    inside `one_change`."""
+    """`change` inside `one_change` of its first argument, the model that it changes for all."""
 
     @functools.wraps(change)
     def waits(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -97,8 +97,7 @@ class RunState:
         self._thread = _OfThread()
 
     def budget(self, own: float, training: bool = False) -> float:
-        """The budget in force where the adapter's is `own`,
-        in a step of training or in any other forward pass."""
+        """The budget in force, in training or in any other pass, where the adapter's is `own`."""
         if self.settings.budget is not None:
             return self.settings.budget
         if training and self.scheduled_budget is not None:
@@ -142,8 +141,7 @@ class RunState:
 
 
 class _OfThread(threading.local):
-    """Every thread has its own attributes, made when it first asks; a compiler sees them,
-    and guards on them."""
+    """Attributes of each thread, made when it first asks; a compiler guards on them."""
 
     def __init__(self) -> None:
         self.changes: tuple[Changes, ...] = ()

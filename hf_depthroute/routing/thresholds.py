@@ -118,8 +118,7 @@ class Expected(NamedTuple):
         return 1 / (1 + (1 - budget) / budget * math.exp(-self.shift))
 
     def share_above(self, scores_BT: torch.Tensor) -> torch.Tensor:
-        """The share of tokens that reach each score, float32 `[B, T]`;
-        linear between the entries of the table."""
+        """The share of tokens that reach each score, float32 `[B, T]`, linear in the table."""
         table_Q = self.table_Q.float()
         above = torch.searchsorted(table_Q, scores_BT.contiguous()).clamp(1, len(table_Q) - 1)
         low_BT = table_Q[above - 1]
@@ -130,11 +129,7 @@ class Expected(NamedTuple):
 
 
 def share_shifts(shares: Mapping[int, float]) -> dict[int, float]:
-    """From the log-odds of the share of all layers together to those of each layer's share.
-
-    Args:
-        shares: By layer index, in [0, 1].
-    """
+    """From the log-odds of the shares' mean to those of each layer's share, in [0, 1]."""
 
     def log_odds(share: float) -> float:
         share = min(max(share, _NEVER), 1 - _NEVER)
@@ -218,8 +213,7 @@ def threshold_table(scores: torch.Tensor) -> torch.Tensor:
 
 
 def table_through(knots: Mapping[float, float], fixed: float, size: int) -> torch.Tensor:
-    """A table `[size]` through the knots `{level: score}`, linear in between, never falling,
-    exact at level `fixed`."""
+    """A table `[size]` through `{level: score}`, linear, never falling, exact at level `fixed`."""
     levels = np.array(sorted(knots))
     scores = np.array([knots[level] for level in levels])
     middle = int(np.searchsorted(levels, fixed))

@@ -221,8 +221,7 @@ def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
 
 @contextmanager
 def count_routes(model: nn.Module) -> Iterator[RouteCounter]:
-    """Count what every routed layer of `model` decides over all forward passes in the block,
-    such as a generation.
+    """Count what every routed layer of `model` decides in the block, over all forward passes.
 
     Raises:
         ValueError: `model` has no routed layer.

@@ -184,8 +184,7 @@ def routed_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     fused: AbstractContextManager[None] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-    """The trainer's own `compute_loss`, `plain`, plus the routing losses; in evaluation,
-    `plain` alone.
+    """The trainer's own `compute_loss`, `plain`; in training, plus the routing losses.
 
     Raises:
         ValueError: The loss came from no forward pass of the routed model that has gradients.

@@ -87,8 +87,7 @@ def fault_of(folder: Path) -> str | None:
 
 
 def read_routing_state(path: Path) -> dict[str, float]:
-    """Check the state that `RoutingObjective.state` returned;
-    ValueError or TypeError for anything else."""
+    """The state that `RoutingObjective.state` returned, checked; `ValueError` for any other."""
     found = json.loads(read_file(path, _MAX_BYTES))
     temperature: Any = None
     if isinstance(found, dict):

@@ -17,8 +17,7 @@ from ..adapter.peft_hooks import wrap
 
 
 def install() -> None:
-    """Done after an injection: wrap the Trainer, or let the first one that is made do it;
-    a second call does nothing."""
+    """After an injection: wrap the Trainer, or let the first one that is made do it; done once."""
     if "transformers.trainer" in sys.modules:
         _wrap_trainer()
         return
@@ -64,7 +63,6 @@ def _serve_losses(kind: type) -> None:
 def _served_loss(
     compute_loss: Any, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """`compute_loss`, in passes that are as the labels of `inputs` say, also where it takes the
-    labels away before a pass (label smoothing, a loss function of its own)."""
+    """`compute_loss` as the labels of `inputs` say, also where it takes them away (smoothing)."""
     with as_served(self.model, inputs):
         return compute_loss(self, model, inputs, *args, **kwargs)

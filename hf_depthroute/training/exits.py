@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 class Exits(dict[int, torch.Tensor]):
-    """Layer index -> the stream that entered the routed layer, `[B, T, d]` with graph;
-    filled by `observe_exits`.
+    """Layer index -> the stream `[B, T, d]` that entered the routed layer, with graph.
 
     Attributes:
         lm_head: The model's.
@@ -44,8 +43,7 @@ class Exits(dict[int, torch.Tensor]):
 
 @contextmanager
 def observe_exits(model: nn.Module) -> Iterator[Exits]:
-    """Keep the streams that enter the routed layers in the last forward pass inside the block;
-    changes nothing.
+    """Keep the streams that enter the routed layers in the block's last forward pass.
 
     Raises:
         ValueError: No depth-routed adapter is active.
@@ -88,8 +86,7 @@ def exit_loss(inputs: LossInputs) -> torch.Tensor | None:
 def exit_cross_entropy(
     exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Tensor | None
 ) -> torch.Tensor:
-    """`exit_loss` over the predicted tokens of all processes;
-    the backward pass makes each layer's logits again."""
+    """`exit_loss` over all processes; the backward pass makes each layer's logits again."""
     counted_BT = predicting(labels_BT, real_BT)
     targets_N = labels_BT[:, 1:][counted_BT]
     losses: list[torch.Tensor] = []

@@ -80,8 +80,7 @@ class Prefix:
         self._with_graph = False
 
     def observe(self, layer: Any, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        """Forward pre-hook of the layers; a pass without gradients does not take the place
-        of one with them."""
+        """Pre-hook of the layers; a pass without gradients replaces none with them."""
         if self.passed_over():
             return
         hidden, kwargs = arguments_given(layer, args, kwargs)
@@ -97,14 +96,12 @@ class Prefix:
         self.kwargs.append(without_cache(kwargs))
 
     def passed_over(self) -> bool:
-        """Whether this forward pass, such as that of a reference, has no gradients,
-        and one that is kept has."""
+        """Whether this pass, as of a reference, has no gradients, and one that is kept has."""
         return self._with_graph and not torch.is_grad_enabled()
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """The number of the packed document that a position is in, int64 `[1 or B, T]`;
-        None if layers get none."""
+        """The packed document of each position, int64 `[1 or B, T]`; None if layers get none."""
         positions = self.kwargs[0].get("position_ids")
         if positions is None or positions.ndim != 2:
             return None
@@ -227,8 +224,7 @@ def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def check_forkable(config: DepthRouteConfig) -> None:
-    """Raise `ConfigError` for adapters whose two paths are not a choice between two
-    streams at one token."""
+    """Raise `ConfigError` for adapters whose two paths are not two streams of one token."""
     gate = GATES[config.gate]
     refused = {
         "target": TARGETS[config.target].per_pair,
@@ -246,8 +242,7 @@ def check_forkable(config: DepthRouteConfig) -> None:
 def fork_losses(
     prefix: Prefix, streams_FBTd: torch.Tensor, labels_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of every position's prediction, float32 `[F, B, T]`,
-    0 where nothing is predicted, and where."""
+    """Cross-entropy of every prediction, float32 `[F, B, T]`, 0 where there is none, and where."""
     labels_BT = labels_BT.to(streams_FBTd.device)
     counted_BT = _counted(prefix, labels_BT)
     targets_N = labels_BT.roll(-1, dims=1)[counted_BT].repeat(len(streams_FBTd))

@@ -90,8 +90,7 @@ class FusedLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """transformers' `ForCausalLMLoss`, with the hidden states `[B, T, d]` in
-        place of the logits."""
+        """transformers' `ForCausalLMLoss`, of hidden states `[B, T, d]` instead of logits."""
         if self._is_other_thread():
             items = cast(torch.Tensor | None, num_items_in_batch)  # transformers takes numbers too
             return ForCausalLMLoss(
@@ -279,8 +278,7 @@ _chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_g
 
 @functools.cache
 def _liger_sum() -> Callable[..., torch.Tensor] | None:
-    """`liger-kernel`'s `(hidden, weight, bias, targets, ignore_index) -> sum of losses`;
-    None if it is absent."""
+    """`liger-kernel`'s `(hidden, weight, bias, targets, ignore_index) -> sum`; None without it."""
     try:
         from liger_kernel.transformers.fused_linear_cross_entropy import (
             LigerFusedLinearCrossEntropyLoss,

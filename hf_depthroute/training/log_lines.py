@@ -78,8 +78,7 @@ class LineProgress(Lines, ProgressCallback):
 
 
 def print_lines(trainer: Trainer) -> None:
-    """Exchange the Trainer's own two ways of printing log entries;
-    a callback of the caller's own stays."""
+    """Exchange the Trainer's own two ways of printing log entries; the caller's stay."""
     replaced = {PrinterCallback: LinePrinter, ProgressCallback: LineProgress}
     callbacks = trainer.callback_handler.callbacks
     for index, callback in enumerate(callbacks):
@@ -94,8 +93,10 @@ def log_line(
     seconds_left: float | None = None,
     first_step: int = 0,
 ) -> str:
-    """A log entry of the Trainer in one line: step, loss, its terms, mean share run full,
-    mean gate probability. A training that was resumed took the steps after `first_step`."""
+    """A log entry in one line: step, loss, its terms, mean share run full, mean probability.
+
+    A training that was resumed took the steps after `first_step`.
+    """
     if "train_runtime" in logs:
         speed = logs.get("train_steps_per_second")
         mean = ""

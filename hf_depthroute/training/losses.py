@@ -95,8 +95,7 @@ class LossInputs:
 
 
 def jepa_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`(1 - cos(q_full, z_full)) + (1 - cos(q_cheap, z_cheap))`, mean over tokens and layers;
-    JEPA gate only."""
+    """`2 - cos(q_full, z_full) - cos(q_cheap, z_cheap)`, mean over tokens and layers; JEPA only."""
     records = list(inputs.trace.values())
     if not all("z_full" in record.extras for record in records):
         return None
@@ -127,8 +126,7 @@ def z_loss(inputs: LossInputs) -> torch.Tensor:
 
 
 def distill_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`KL(dense || routed)` per predicted token, the dense model being this one with the
-    adapter disabled."""
+    """`KL(dense || routed)` per predicted token, of this model with the adapter disabled."""
     if inputs.prefix is None or inputs.logits is None or inputs.labels is None:
         return None
     return divergence_from_dense(inputs.prefix, inputs.logits, inputs.labels)
@@ -192,8 +190,7 @@ def recoverability_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def _labels_loss(inputs: LossInputs, name: str, sign: int) -> torch.Tensor | None:
-    """`BCE(p, label)`, with label 1 where `sign` times the extra is among the budget's share
-    of its sequence."""
+    """`BCE(p, label)`; label 1 where `sign` times the extra is highest, at the budget's share."""
     records = list(inputs.trace.values())
     if not has_budget(inputs.trace) or not all(name in record.extras for record in records):
         return None
@@ -206,8 +203,7 @@ def _labels_loss(inputs: LossInputs, name: str, sign: int) -> torch.Tensor | Non
 
 
 def predictor_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """Mixture-of-Depths: `BCE(predicted, M)`, what teaches the causal predictor the top-k choice;
-    None without one."""
+    """Mixture-of-Depths: `BCE(predicted, M)` teaches the causal predictor the top-k choice."""
     records = list(inputs.trace.values())
     if not all("predicted" in record.extras for record in records):
         return None

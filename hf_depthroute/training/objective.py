@@ -85,8 +85,7 @@ class RoutingObjective:
 
     @contextmanager
     def watching(self) -> Iterator[LossInputs]:
-        """Around a forward pass, or many: what the losses see of the last one;
-        all but the trace only where needed."""
+        """Around forward passes: what the losses see of the last one; no more than they need."""
         a = self.arguments
         with ExitStack() as watchers:
             watchers.enter_context(_without_input_gradients(self.model))
@@ -262,8 +261,7 @@ class RoutingObjective:
 
     @torch.no_grad()
     def _count(self, routing: Routing, record: RouteRecord) -> None:
-        """Count what ran full, for a controller, and what the tracked threshold of inference
-        would let run full."""
+        """Count what ran full, for a controller, and what inference's threshold would let run."""
         index = routing.layer_index
         config = routing.active_config()
         if routing.active_controller() is not None:
@@ -274,8 +272,7 @@ class RoutingObjective:
             self._full[index] = self._full.get(index, 0) + _full_and_seen(full, record.real)
 
     def note_shares(self) -> None:
-        """Leave with the thresholds what they let run full since the last log entry,
-        for the model card."""
+        """Leave with the thresholds what they let run since the last log entry, for the card."""
         for h in active_routings(self.model):
             if h.layer_index in self._full:
                 full, seen = self._full[h.layer_index].tolist()

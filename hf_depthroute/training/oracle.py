@@ -104,8 +104,7 @@ def prefix_utility(
 def _windowed(
     losses: torch.Tensor, window: int, gamma: float, documents: torch.Tensor | None
 ) -> torch.Tensor:
-    """`sum_delta gamma^delta losses[..., t + delta]`, cut off at the end of the sequence,
-    or of a packed document."""
+    """`sum_delta gamma^delta losses[..., t + delta]`, cut off at the end of the document."""
     summed = losses.clone()
     for delta in range(1, min(window, losses.shape[-1])):
         later = losses[..., delta:]
@@ -124,12 +123,10 @@ def differences_of(
     place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     layers: Collection[int] | None = None,
 ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """`u*` of each fork `[K, B, T]` by layer index, and what is predicted;
-    `place` puts a path into the trunk.
+    """`u*` of each fork `[K, B, T]` by layer index, and what is predicted.
 
-    Raises:
-        ValueError: The kind is unknown; or prompts alone are routed, whose tokens no such label is
-            about.
+    `place` puts a path into the trunk. The other arguments, and errors, are those of
+    `prefix_utility`.
     """
     if kind not in ORACLES:
         raise ValueError(f"oracle {kind!r} is unknown; use one of: {', '.join(ORACLES)}")
@@ -191,8 +188,7 @@ def rank_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def cgs_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`BCE(p, y)` with `y = sigmoid(dl / temperature)`, mean over labelled tokens:
-    counterfactual gate supervision."""
+    """Counterfactual gate supervision: `BCE(p, y)`, `y = sigmoid(dl / temperature)`, the mean."""
     if inputs.counterfactual is None:
         return None
     trace = RouteTrace({index: inputs.trace[index] for index in inputs.counterfactual})

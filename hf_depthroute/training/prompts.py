@@ -19,11 +19,9 @@ from ..routing.trace import RouteTrace
 
 
 def collate_behind_prompts(rows: list[object]) -> dict[str, Any]:
-    """A collator for plain text: the first two thirds of every row are a prompt,
-    and have no labels.
+    """A collator for plain text: two thirds of every row are a prompt, and have no labels.
 
-    Args:
-        rows: Rows of one length, as for transformers' `default_data_collator`, with `labels`.
+    The rows have one length, as for transformers' `default_data_collator`, and `labels`.
     """
     batch: dict[str, Any] = default_data_collator(rows)
     _, behind_BT = prompts_of(batch)
@@ -32,8 +30,7 @@ def collate_behind_prompts(rows: list[object]) -> dict[str, Any]:
 
 
 def of_prompts(model: nn.Module, trace: RouteTrace) -> RouteTrace:
-    """The trace of a pass inside `as_served`, whose real tokens are those that the
-    gates decided about."""
+    """The trace of a pass inside `as_served`, of the tokens that the gates decided about."""
     forced_BT = state_of(model).settings.in_full
     if forced_BT is None:
         return trace

@@ -46,8 +46,7 @@ _KEPT = ("fit", "arguments")
 
 @dataclass
 class Run:
-    """The record of an adapter's training, in the form of `training.json`,
-    and its results as for `make_card`."""
+    """An adapter's training, in the form of `training.json`, and results as for `make_card`."""
 
     training: dict[str, Any] | None = None
     results: list[object] = field(default_factory=list)
@@ -55,8 +54,7 @@ class Run:
     def record(
         self, model: nn.Module, adapter_name: str, before: Mapping[str, object] | None = None
     ) -> dict[str, object]:
-        """The record of the training, or `before` where none is remembered,
-        with what the thresholds let run full."""
+        """The training, or `before` where none is remembered, and the thresholds' shares."""
         training = before
         if self.training is not None:
             training = self.training

@@ -43,8 +43,7 @@ def mean_probability(trace: RouteTrace) -> torch.Tensor:
 
 
 def squared_depth(trace: RouteTrace) -> torch.Tensor:
-    """FlexiDepth: `mean_t (sum_l p_lt)^2` over real tokens, `[]`:
-    the square of the routed layers that a token runs."""
+    """FlexiDepth: `mean_t (sum_l p_lt)^2`, `[]`: the square of the layers that a token runs."""
     depth_BT = stack([record.probs for record in trace.values()]).sum(0)
     return token_mean(depth_BT.square()[None], real_tokens(trace)[:1])[0]
 
@@ -57,8 +56,7 @@ def gate_logits(trace: RouteTrace) -> torch.Tensor:
 def gate_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, real: torch.Tensor
 ) -> torch.Tensor:
-    """Binary cross-entropy, mean over real tokens and layers, of logits, targets and `real`,
-    each `[C, B, T]`."""
+    """Binary cross-entropy, mean over real tokens and layers; each argument is `[C, B, T]`."""
     losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return token_mean(losses, real).mean()
 
@@ -115,10 +113,9 @@ def diagnostics(trace: RouteTrace) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def track_thresholds(trace: RouteTrace) -> None:
-    """Move the quantile tables of the layers that `trace` recorded towards their scores,
-    if they are being trained.
+    """Move the quantile tables of the layers that `trace` recorded towards their scores.
 
-    With gradients disabled, or of layers in evaluation mode, nothing moves.
+    Nothing moves with gradients disabled, or in layers in evaluation mode.
     """
     scored = trace.gated()
     routings = [

@@ -103,8 +103,7 @@ class DepthRouteTrainerMixin(_Trainer):
         self._fused: FusedLoss | None = None
 
     def call_model_init(self, trial: object = None) -> nn.Module:
-        """As `Trainer.call_model_init`: with `model_init`,
-        every training and trial has a model of its own."""
+        """As `Trainer.call_model_init`: every training and trial has a model of its own."""
         model = super().call_model_init(trial)
         if hasattr(self, "_callback"):
             self._watch(model)
@@ -263,8 +262,7 @@ class DepthRouteTrainerMixin(_Trainer):
 
     @contextmanager
     def _named(self, doing: str) -> Iterator[None]:
-        """Say what was being done when memory or disk ran out, and what is left;
-        the outermost block says it."""
+        """Say what was being done when memory or disk ran out, once, and what is left."""
         outer = self.doing
         self.doing = doing
         try:
