@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config.adapter import ConfigError
 from ..parts.gates import GATES
-from ..routing.stack import routed_stack
+from ..routing.stack import routed_now
 
 _DRAFTING = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
 _BY_PARTS = ("prefill_chunk_size", *_DRAFTING)
@@ -42,8 +42,8 @@ def check_generation(
             prompt, on drafted tokens, or without a KV cache again at every step; or prompts alone
             are, and drafted tokens, or without a cache all that was generated, are read as one.
     """
-    stack = routed_stack(model)
-    if stack is None:
+    configs = [routing.active_config() for routing in routed_now(model)]
+    if not configs:
         return
     settings = [
         *arguments[1:2],
@@ -56,7 +56,6 @@ def check_generation(
         return next((value for value in values if value is not None), None)
 
     given = {name: asked(name) for name in (*_BY_PARTS, "use_cache")}
-    configs = [routing.active_config() for routing in stack.routed if routing.adapter() is not None]
     if any(config.granularity == "sequence" for config in configs):
         for name in _BY_PARTS:
             if given[name] is not None:

@@ -24,7 +24,6 @@ from .thresholds import BudgetController, Expected, ScoreQuantiles
 if TYPE_CHECKING:
     from .routing import Routing
     from .state import PathMetric, Recorder
-    from .trace import RouteRecord
 
 _KEPT_PLANS = 64  # with their steps: of as many budgets of requests as are in use at one time
 
@@ -117,11 +116,23 @@ def shape_class(batch: int, length: int) -> tuple[bool, int]:
 def plan_of(
     routing: Routing,
     training: bool,
-    rows: tuple[int, int],
-    last_tokens: torch.Tensor | None,
-    kept: dict[int, torch.Tensor] | None,
+    rows: tuple[int, int] = (0, 0),
+    last_tokens: torch.Tensor | None = None,
+    kept: dict[int, torch.Tensor] | None = None,
 ) -> RoutePlan | None:
-    """`Routing.plan`: the one made for the same settings and thresholds before, or a new one."""
+    """How a forward pass routes; None when it runs as the base does.
+
+    It is the plan made for the same settings and thresholds before, or a new one.
+
+    Args:
+        routing: The layer's adapter state.
+        training: Whether the layer trains.
+        rows: Batch size and positions of the input; `tune_execution` may have chosen an executor
+            for them.
+        last_tokens: Bool `[B, T]`, the last tokens of every sequence. With `phases="prefill"` they
+            run in full.
+        kept: By layer index, the tokens that have not left early in this forward pass.
+    """
     name = routing.adapter()
     if name is None:
         return None
@@ -144,25 +155,24 @@ def plan_of(
         controller: Any = routing.depth_route_controller._modules.get(name)
         table = cast(ScoreQuantiles, routing.depth_route_quantiles[name]).values
         now = version_key(table, None if controller is None else controller.threshold)
+    given = routing, name, config, asked, training, executor, only_last
     if now is None:
-        made = make_plan(routing, name, config, asked, training, executor, last_tokens, only_last)
-        if made.gate.exits:
-            return replace(made, kept=kept)
-        return made
-    stamped = asked, now
-    key = (name, executor, only_last, settings.budget, settings.selection)
-    held: Any = routing.derived.get(key)
-    same = held is not None and held[0] == stamped
-    if not same or held[1].config is not config or held[2] != routing.prompts:
-        if len(routing.derived) > _KEPT_PLANS:
-            routing.derived.clear()
-        made = make_plan(routing, name, config, asked, training, executor, only_last=only_last)
-        if held is not None:
-            routing.derived.pop(held[1], None)  # its step
-        if not same:
-            warn_of_thresholds(routing, made)
-        held = routing.derived[key] = stamped, made, routing.prompts
-    plan: RoutePlan = held[1]
+        plan = make_plan(*given)
+    else:
+        stamped = asked, now
+        key = (name, executor, only_last, settings.budget, settings.selection)
+        held: Any = routing.derived.get(key)
+        same = held is not None and held[0] == stamped
+        if not same or held[1].config is not config or held[2] != routing.prompts:
+            if len(routing.derived) > _KEPT_PLANS:
+                routing.derived.clear()
+            plan = make_plan(*given)
+            if held is not None:
+                routing.derived.pop(held[1], None)  # its step
+            if not same:
+                warn_of_thresholds(routing, plan)
+            held = routing.derived[key] = stamped, plan, routing.prompts
+        plan = held[1]
     if plan.gate.exits:
         plan = replace(plan, kept=kept)
     if last_tokens is None:
@@ -177,23 +187,23 @@ def make_plan(
     asked: Asked,
     training: bool,
     executor: str,
-    last_tokens: torch.Tensor | None = None,
-    only_last: bool = False,
+    only_last: bool,
 ) -> RoutePlan:
-    """The plan of the next forward pass of adapter `name`,
-    under the settings of the calling thread.
+    """The next plan of adapter `name`, under the settings of the calling thread.
 
-    `last_tokens` run full whatever the rule says; `only_last`: there are no others in this pass.
+    `only_last`: the pass has no tokens but last ones, which run in full whatever the rule says.
     """
-    settings = routing.state.settings
     state = routing.state
+    settings = state.settings
     budget = state.budget(asked.budget, training)
     threshold = _threshold_of(routing, name, asked, budget)
-    replayed = None
-    if settings.replay is not None:
-        replayed = settings.replay.get(routing.layer_index)
     gate = GATES[config.gate_of(routing.layer_index)]
     target = TARGETS[config.target_of(routing.layer_index)]
+    replayed = None
+    if settings.replay is not None and (record := settings.replay.get(routing.layer_index)):
+        replayed = record.mask
+        if gate.soft:
+            replayed = record.probs
     rule = _rule_of(gate, config, settings.selection, training)
     if rule == "running" and budget >= 1.0:
         rule = "threshold"
@@ -220,10 +230,9 @@ def make_plan(
         budget=math.nan if gate.soft else budget,
         threshold=threshold,
         temperature=state.temperature(asked.temperature, training),
-        replayed=_replayed_of(gate, replayed),
+        replayed=replayed,
         recorders=settings.recorders,
         observed=settings.observed if training else {},
-        last_tokens=last_tokens,
         everything=everything,
         expected=_expected(routing, name, config) if rule == "running" else None,
         executor=executor,
@@ -258,13 +267,6 @@ def _rule_of(
 def _expected(routing: Routing, name: str, config: DepthRouteConfig) -> Expected:
     quantiles = cast(ScoreQuantiles, routing.depth_route_quantiles[name])
     return Expected(quantiles.values, config.share_shift(routing.layer_index))
-
-
-def _replayed_of(gate: type[Gate], record: RouteRecord | None) -> torch.Tensor | None:
-    """The decision of `record` that a layer with such a gate takes instead of its own."""
-    if record is None:
-        return None
-    return record.probs if gate.soft else record.mask
 
 
 def _mix_of(gate: type[Gate], scale_by_gate: bool, rule: str) -> str:

@@ -38,13 +38,9 @@ class Routing(nn.Module, BaseTunerLayer):
 
     It is not called: the decoder layer reads it.
 
-    Args:
-        layer_index: Index of the decoder layer.
-        family: The row of the family table.
-        layer: The decoder layer, to read sizes from; its norms are the templates of the branch's
-            norm, and its device is the one the adapter belongs on.
-        peft_configs: The model's adapter configurations by name, shared by all layers.
-        state: The model's settings at run time, shared by all layers.
+    Sizes are read from the decoder layer; its norms are the templates of the branch's norm, and its
+    device is the one the adapter belongs on. All layers share `peft_configs`, the model's adapter
+    configurations by name, and `state`.
     """
 
     adapter_layer_names = (
@@ -54,6 +50,8 @@ class Routing(nn.Module, BaseTunerLayer):
         "depth_route_memory",
     )
     other_param_names = ("depth_route_target", "depth_route_quantiles", "depth_route_controller")
+
+    plan = plan_of
 
     # BaseTunerLayer's properties look them up on `base_layer`, which does not exist here.
     weight = None  # type: ignore[assignment]
@@ -231,25 +229,6 @@ class Routing(nn.Module, BaseTunerLayer):
         if name is None:
             raise ValueError(f"layer {self.layer_index}: no depth-routed adapter is active")
         return name
-
-    def plan(
-        self,
-        training: bool,
-        rows: tuple[int, int] = (0, 0),
-        last_tokens: torch.Tensor | None = None,
-        kept: dict[int, torch.Tensor] | None = None,
-    ) -> RoutePlan | None:
-        """How this forward pass routes; None when it runs as the base does.
-
-        Args:
-            training: Whether the layer trains.
-            rows: Batch size and positions of the input; `tune_execution` may have chosen an
-                executor for them.
-            last_tokens: Bool `[B, T]`, the last tokens of every sequence. With `phases="prefill"`
-                they run full.
-            kept: By layer index, the tokens that have not left early in this forward pass.
-        """
-        return plan_of(self, training, rows, last_tokens, kept)
 
     def score(self, plan: RoutePlan, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`,

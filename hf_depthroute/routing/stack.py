@@ -44,6 +44,11 @@ def routed_layers(model: nn.Module) -> tuple[Routing, ...]:
     return () if stack is None else stack.routed
 
 
+def routed_now(model: nn.Module) -> list[Routing]:
+    """The routings that an active adapter routes now, in layer order; empty if there is none."""
+    return [routing for routing in routed_layers(model) if routing.adapter() is not None]
+
+
 def state_of(model: nn.Module) -> RunState:
     """The settings of `model` at run time.
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -53,19 +53,6 @@ class RunSettings:
     observed: Mapping[str, PathMetric] = field(default_factory=dict)
     budget: float | None = None
     in_full: Tensor | None = None
-
-
-class Changes(TypedDict, total=False):
-    """The fields of `RunSettings` that `RunState.override` changes."""
-
-    layers: frozenset[int] | None
-    recorders: tuple[Recorder, ...]
-    replay: RouteTrace | None
-    selection: str | None
-    executor: str
-    observed: Mapping[str, PathMetric]
-    budget: float | None
-    in_full: Tensor | None
 
 
 class RunState:
@@ -120,9 +107,8 @@ class RunState:
         return self._thread.settings
 
     @contextmanager
-    def override(self, **changes: Unpack[Changes]) -> Iterator[None]:
-        """Change fields of the calling thread's `RunSettings` inside the block;
-        `recorders` are added to those there.
+    def override(self, **changes: Any) -> Iterator[None]:
+        """Change the calling thread's `RunSettings` inside the block; `recorders` add up.
 
         Blocks may end in another order than they began.
 
@@ -144,14 +130,13 @@ class _OfThread(threading.local):
     """Attributes of each thread, made when it first asks; a compiler guards on them."""
 
     def __init__(self) -> None:
-        self.changes: tuple[Changes, ...] = ()
+        self.changes: tuple[dict[str, Any], ...] = ()
         self.settings = RunSettings()
 
-    def change(self, changes: tuple[Changes, ...]) -> None:
+    def change(self, changes: tuple[dict[str, Any], ...]) -> None:
         settings = RunSettings()
         for each in changes:
             recorders = (*settings.recorders, *each.get("recorders", ()))
-            merged: dict[str, Any] = {**each, "recorders": recorders}
-            settings = replace(settings, **merged)
+            settings = replace(settings, **each | {"recorders": recorders})
         self.changes = changes
         self.settings = settings

@@ -50,10 +50,7 @@ class ScoreQuantiles(Thresholds):
     calling it gives the threshold of a budget.
 
     Before any training it is the logistic distribution's, `Q(x) = tau * log(x / (1 - x))`, for
-    which a budget `rho` selects the tokens with `p >= 1 - rho`.
-
-    Args:
-        temperature: `tau`.
+    which a budget `rho` selects the tokens with `p >= 1 - rho`; `temperature` is `tau`.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -193,10 +190,7 @@ def threshold_table(scores: torch.Tensor) -> torch.Tensor:
     A gate on what depends on the token alone, as before a first layer, gives all its occurrences
     one score, up to rounding, which would then decide about each of them. Such a threshold goes
     half-way to the next score, on the side where the share is nearer; the highest group runs in
-    full.
-
-    Args:
-        scores: Finite, of any shape, and not empty.
+    full. The scores are finite, of any shape, and not empty.
     """
     table = quantile_table(scores)
     ordered = scores.detach().float().reshape(-1).sort().values

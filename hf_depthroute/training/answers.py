@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..adapter.labels import predicts_tokens
-from ..routing.stack import routed_stack
+from ..routing.stack import routed_now
 
 
 def check_answers(trainer: Any) -> None:
@@ -21,10 +21,7 @@ def check_answers(trainer: Any) -> None:
     Raises:
         ValueError: The active adapter of its model routes prompts alone.
     """
-    stack = routed_stack(trainer.model)
-    if stack is None:
-        return
-    configs = [routing.active_config() for routing in stack.routed if routing.adapter() is not None]
+    configs = [routing.active_config() for routing in routed_now(trainer.model)]
     if not any(config.phases == "prefill" for config in configs) or _gives_labels(trainer):
         return
     raise ValueError(

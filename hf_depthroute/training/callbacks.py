@@ -26,7 +26,7 @@ from ..inference.calibration import active_routings
 from ..parts.gates import GATES
 from ..routing.misuse import FROZEN
 from ..routing.routing import Routing
-from ..routing.stack import routed_layers, state_of
+from ..routing.stack import routed_now, state_of
 from .answers import check_answers
 from .arguments import RoutingArguments
 from .checkpoints import load_best
@@ -272,7 +272,7 @@ def provided(trainer: Trainer) -> Iterator[None]:
             `DataParallel` would copy the model.
     """
     model = cast(nn.Module, trainer.model)
-    routings = [routing for routing in routed_layers(model) if routing.adapter() is not None]
+    routings = routed_now(model)
     if routings and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(FROZEN)
     check_answers(trainer)
