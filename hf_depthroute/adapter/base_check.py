@@ -155,8 +155,7 @@ def check_base(model: Any, wanted: Mapping[str, Any], files: Iterable[Path] | No
 
 
 def sampled_weights(model: nn.Module, vocabulary: int | None = None) -> dict[str, float]:
-    """One value of each weight of the first, the middle and the last decoder layer and of the
-    embeddings, by name.
+    """One value of each weight of three decoder layers and of the embeddings, by name.
 
     With `vocabulary`, the embeddings' value is the one that a model with that many rows is sampled
     at, if it is there.
@@ -167,11 +166,9 @@ def sampled_weights(model: nn.Module, vocabulary: int | None = None) -> dict[str
     found = {}
     for name, weight in _sampled(model):
         data = weight.data
-        if type(data) is not torch.Tensor or data.is_meta or not data.numel():
-            continue
-        if data.dtype not in _READABLE:
-            continue
-        if getattr(weight, "_fsdp_flattened", False):  # FSDP1: this process's piece of it
+        plain = type(data) is torch.Tensor and not data.is_meta and data.dtype in _READABLE
+        # A weight of FSDP1 is this process's piece of it.
+        if not plain or not data.numel() or getattr(weight, "_fsdp_flattened", False):
             continue
         position = _position(name, data.shape, vocabulary)
         if position < data.numel():
@@ -182,8 +179,7 @@ def sampled_weights(model: nn.Module, vocabulary: int | None = None) -> dict[str
 def stored_weights(
     model: nn.Module, files: Iterable[Path], vocabulary: int | None = None
 ) -> dict[str, float]:
-    """`sampled_weights` of a model whose weights are in safetensors `files`,
-    read without loading them.
+    """`sampled_weights` of a model in safetensors `files`, read without loading them.
 
     Left out is what the files have in another form: under another name or shape, or quantised.
     """

@@ -183,8 +183,7 @@ def _kind(layer: nn.Module) -> str:
 def add_of_same_method(
     add: Any, self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """`PeftModel.add_adapter`, which takes one method; where routing is one of two,
-    the error names the way.
+    """`PeftModel.add_adapter`, which takes one method; the error names the way to route, too.
 
     What an adapter of another method saves of the base must be no part of a router.
     """
@@ -192,9 +191,7 @@ def add_of_same_method(
     active = self.peft_config.get(self.active_adapter, peft_config)
     here = getattr(active, "peft_type", None)
     there = getattr(peft_config, "peft_type", None)
-    if here != there and PEFT_TYPE in [
-        getattr(method, "value", method) for method in (here, there)
-    ]:
+    if here != there and PEFT_TYPE in (getattr(kind, "value", kind) for kind in (here, there)):
         raise ConfigError(
             f"add_adapter({adapter_name!r}, {type(peft_config).__name__}): a PeftModel holds "
             "adapters of one method; two go on one base: get_peft_model(model.get_base_model(), "

@@ -174,8 +174,7 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Non
 
 
 def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Which new tokens of a call of the decoder stack are real, bool `[B, T]`;
-    None if its mask does not say.
+    """Which new tokens of a decoder's call are real, bool `[B, T]`; None if no mask says so.
 
     Layers see a 4D mask, a boolean mask, none, or a block mask, depending on the attention
     implementation.
@@ -204,8 +203,7 @@ def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
 
 
 def _of_new_tokens(mask: torch.Tensor, length: int, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The columns of the new tokens of a mask `[B, S]`, bool `[B, T]`,
-    which are at the positions after the cache's.
+    """The new tokens' columns of a mask `[B, S]`, bool `[B, T]`: those after the cache's.
 
     A mask may be longer, as one that was made for a whole static cache. In one that is shorter,
     they come last.
@@ -278,10 +276,9 @@ def _ends_of(
 def token_ids_of(
     inputs: torch.Tensor, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The token ids of a call of the decoder stack, `[B, T]`, and where in them a document starts,
-    bool `[B, T]`.
+    """The token ids of a decoder's call, `[B, T]`, and where a document starts, bool `[B, T]`.
 
-    One starts where `document_starts` or `cu_seq_lens_q` says so; None if neither says anything.
+    `document_starts` or `cu_seq_lens_q` says so; None if neither says anything.
 
     Raises:
         ConfigError: The call has no token ids, or is one of continuous batching.

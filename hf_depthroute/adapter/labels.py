@@ -56,8 +56,7 @@ def has_other_hooks(model: nn.Module) -> bool:
 
 
 def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
-    """Around a forward pass on `inputs`: with `phases="prefill"`,
-    what predicts a label runs in full (`in_full`).
+    """Around a pass on `inputs`: with `phases="prefill"`, `in_full` runs in full.
 
     Without labels of tokens, as of a classifier, it is the last tokens of every sequence.
     """
@@ -83,8 +82,7 @@ def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
 
 
 def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
-    """The tokens of a batch for training that run in full where prompts alone are routed,
-    bool `[B, T]`.
+    """The tokens that run in full in training where prompts alone are routed, bool `[B, T]`.
 
     They are those that predict a label, the last `tail` of the prompt before them, the one that
     predicts the first label included, and what stands behind the last label. A prompt is what has
@@ -103,19 +101,15 @@ def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
         labels_BT = labels_BT.masked_fill(starts_BT, 0)
     behind_BT = F.pad(predicting(labels_BT, mask), (0, 1))
     before_BT = F.pad(behind_BT.cumsum(1), (1, 0))
-    ends_T = (
-        torch.arange(labels_BT.shape[1], device=labels_BT.device)
-        .add(tail)
-        .clamp(max=labels_BT.shape[1])
-    )
+    length = labels_BT.shape[1]
+    ends_T = torch.arange(tail, length + tail, device=labels_BT.device).clamp(max=length)
     soon_BT = before_BT[:, ends_T] > before_BT[:, :-1]
     later_BT = before_BT[:, -1:] > before_BT[:, :-1]
     prompt_BT = (labels_BT == -100) & later_BT
     if mask is not None:
         prompt_BT &= mask.bool().to(labels_BT.device)
-    has_prompt_B1 = prompt_BT[:, 1:].any(
-        1, keepdim=True
-    )  # no token predicts the first one, which may have no label
+    # No token predicts the first one, which may have no label.
+    has_prompt_B1 = prompt_BT[:, 1:].any(1, keepdim=True)
     return (soon_BT | ~later_BT) & has_prompt_B1
 
 

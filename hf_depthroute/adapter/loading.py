@@ -185,8 +185,7 @@ def discard(model: nn.Module, adapter_name: str) -> None:
 
 
 def guard(model: nn.Module) -> None:
-    """Make transformers' own `model.load_adapter` and `from_pretrained(adapter_dir)` as strict
-    as PEFT's path is.
+    """Make transformers' own ways to load an adapter as strict as PEFT's.
 
     They read the file without asking the PEFT method, by a static method looked up on the instance:
     an attribute of the instance shadows it. `unguard` removes it.
@@ -209,11 +208,9 @@ def _read_strictly(
     # transformers renames `depth_route_*` to `depth_route_*.<name>` where the load is for a routed
     # adapter.
     mapping = load_config.weight_mapping or ()
-    ours = [
-        entry for entry in mapping if any(PREFIX in pattern for pattern in entry.source_patterns)
-    ]
-    if ours:
-        name = ours[0].target_patterns[0].removeprefix(r"\1.")
+    ours = (e for e in mapping if any(PREFIX in pattern for pattern in e.source_patterns))
+    if (entry := next(ours, None)) is not None:
+        name = entry.target_patterns[0].removeprefix(r"\1.")
         config: Any = model.peft_config[name]
         state_dict = state_dict or {  # not read again after the checks
             key: value
@@ -231,21 +228,16 @@ def _kept_in_place(model: nn.Module, device_map: Mapping[str, object] | None) ->
     Otherwise those of an offloaded layer would be left at their first values: nothing would fetch
     them from disk.
     """
-    parts = {
-        name: routing for name, routing in model.named_modules() if isinstance(routing, Routing)
-    }
-    places = {
-        name: next(routing.parameters()).device
-        for name, routing in parts.items()
-        if [*routing.parameters()]
-    }
-    return {**(device_map or {}), **places}
+    places = dict(device_map or {})
+    for name, module in model.named_modules():
+        if isinstance(module, Routing) and (first := next(module.parameters(), None)) is not None:
+            places[name] = first.device
+    return places
 
 
 @contextlib.contextmanager
 def unchanged_on_error(model: nn.Module, adapter_name: str = "default") -> Iterator[None]:
-    """If the block raises, whatever it raises, take out adapter `adapter_name`,
-    unless it was there before.
+    """Whatever the block raises, take out adapter `adapter_name` if it is new.
 
     Which parameters train, and which modules are in training mode, is then as before, too.
     """
@@ -313,8 +305,7 @@ def from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> A
 
 
 def _methods_in(path: Path) -> set[str]:
-    """The PEFT methods that a config names, read without parsing it;
-    empty if one of them cannot be told.
+    """The PEFT methods that a config names, by its text; empty if one cannot be told.
 
     Lists of target modules make the configs of other methods large; what is ours, or does not say
     whose it is, has the bounds of `read_config`, which also says why a file cannot be read.

@@ -60,31 +60,24 @@ def matching(model: nn.Module, name: str) -> dict[str, nn.Module]:
 
 
 def check_names_of_others(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise `ConfigError` where `modules_to_save` of an adapter of another method means parts of
-    the routers that `model` has.
+    """Raise `ConfigError` where another method's `modules_to_save` means parts of routers.
 
-    PEFT would put copies in their place, which that method trains and saves; the router could not
-    be saved any more.
+    PEFT would put copies in their place, and the router could not be saved any more.
     """
+    inside = [
+        f"{path}.{part}"
+        for path, module in model.named_modules()
+        if isinstance(module, Routing)
+        for part, _ in module.named_modules()
+        if part
+    ]
     for name in names:
-        path = next((path for path in _inside_routers(model) if path.endswith(name)), None)
-        if path is not None:
+        if path := next((path for path in inside if path.endswith(name)), None):
             raise ConfigError(
                 f"modules_to_save: {name!r} also means {path}, a part of the router; name more of "
                 "the module, such as 'model.norm', or put this adapter on the base before the "
                 "router"
             )
-
-
-def _inside_routers(model: nn.Module) -> list[str]:
-    """The names of all modules of the model's routers."""
-    routings = {path: m for path, m in model.named_modules() if isinstance(m, Routing)}
-    return [
-        f"{path}.{part}"
-        for path, routing in routings.items()
-        for part, _ in routing.named_modules()
-        if part
-    ]
 
 
 def copy_modules(
@@ -128,18 +121,17 @@ def copies_that_train(model: nn.Module, names: set[str]) -> list[tuple[nn.Parame
 @contextmanager
 def without_copies(model: nn.Module, adapter_name: str) -> Iterator[None]:
     """Inside the block the base's own modules run where the adapter has copies."""
-    copied: list[Any] = [
-        module
+    copied: list[tuple[Any, bool]] = [
+        (module, module._disable_adapters)
         for module in model.modules()
         if isinstance(module, AuxiliaryTrainingWrapper) and adapter_name in module._adapters
     ]
-    before = [module._disable_adapters for module in copied]
-    for module in copied:
+    for module, _ in copied:
         module._disable_adapters = True
     try:
         yield
     finally:
-        for module, disabled in zip(copied, before):
+        for module, disabled in copied:
             module._disable_adapters = disabled
 
 

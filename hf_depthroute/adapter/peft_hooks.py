@@ -33,7 +33,7 @@ from transformers.integrations import PeftAdapterMixin
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.shown import say
 from ..routing.description import routed_lines
-from ..routing.stack import one_change, routed_layers, routed_stack
+from ..routing.stack import one_change, routed_layers
 from .base_check import check_base
 from .checks import add_of_same_method
 from .files import CONFIG_NAME, PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError
@@ -103,13 +103,7 @@ def _print_trainable_parameters(count: Any, self: Any) -> None:
 
 
 def _init_tuner(
-    start: Any,
-    self: Any,
-    model: Any,
-    peft_config: Any,
-    adapter_name: str,
-    *args: Any,
-    **kwargs: Any,
+    start: Any, self: Any, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kw: Any
 ) -> None:
     config = peft_config
     if isinstance(peft_config, dict):
@@ -117,7 +111,7 @@ def _init_tuner(
     if not isinstance(config, DepthRouteConfig):
         _check_other_method(model, adapter_name)
         check_names_of_others(model, getattr(config, "modules_to_save", None) or ())
-    start(self, model, peft_config, adapter_name, *args, **kwargs)
+    start(self, model, peft_config, adapter_name, *args, **kw)
 
 
 def _check_other_method(model: nn.Module, adapter_name: str) -> None:
@@ -127,7 +121,8 @@ def _check_other_method(model: nn.Module, adapter_name: str) -> None:
             f"adapter name {adapter_name!r} is taken by the depth-routed adapter on this model, "
             "and PEFT keeps one config per name; give the other one another: adapter_name='tuned'"
         )
-    copied = _copied_by_routed(model)
+    configs = [h.config(name) for h in routed_layers(model) for name in h.depth_route_gate]
+    copied = next((config.modules_to_save for config in configs if config.modules_to_save), None)
     if copied is not None:
         raise ConfigError(
             f"the depth-routed adapter on this model has modules_to_save={copied}, and PEFT would "
@@ -264,11 +259,10 @@ def _check_reload(
 ) -> DepthRouteConfig:
     """The configuration in `source`, checked against that of the model, or one that is `given`."""
     saved = PeftConfig.from_pretrained(source, **hub)
-    if given:
-        other = "the config that was given is of one"
-    else:
-        other = "the one of that name in the model is"
     if not isinstance(saved, DepthRouteConfig):
+        other = "the one of that name in the model is"
+        if given:
+            other = "the config that was given is of one"
         raise AdapterMismatchError(f"{source}: is no depth-routed adapter, and {other}")
     try:
         check_same(config, saved, given)
@@ -298,11 +292,10 @@ def _state_dict_of(
 
 
 def _torch_load(read: Any, *args: Any, **kwargs: object) -> Any:
-    """Replacement for PEFT's loader of other formats than safetensors;
-    it refuses a routed adapter's pickle.
+    """PEFT's loader of other formats than safetensors, but for a routed adapter's pickle.
 
-    `check_folder` refuses one next to a config. It does not see what a repository of the Hub holds,
-    nor what takes the place of the safetensors after it has looked.
+    `check_folder` refuses one next to a config; it does not see what the Hub holds, nor what takes
+    the place of the safetensors afterwards.
     """
     load = current_load()
     if load is not None and has_adapter(load.model, load.adapter_name):
@@ -314,12 +307,10 @@ def _torch_load(read: Any, *args: Any, **kwargs: object) -> Any:
 def _kept_where_it_is(
     model: nn.Module, source: object, kwargs: Mapping[str, object]
 ) -> Iterator[None]:
-    """Hide how `model` is spread over devices, CPU and disk if the adapter that PEFT loads onto it
-    is a routed one.
+    """Hide from PEFT how `model` is spread over devices, CPU and disk if its adapter is a router.
 
-    PEFT takes accelerate's hooks off such a base and distributes it anew, as if all memory were
-    free; it fails where weights are on disk. Routers change no base weight and go where their layer
-    runs.
+    PEFT distributes such a base anew, as if all memory were free, and fails where weights are on
+    disk. Routers change no base weight and go where their layer runs.
     """
     if "hf_device_map" not in vars(model) or not _is_routed(source, kwargs):
         yield
@@ -364,14 +355,3 @@ def _undone(model: nn.Module, source: object, adapter_name: str) -> Iterator[Non
                     f"{source}: tensor {error} of modules_to_save is missing"
                 ) from error
         raise
-
-
-def _copied_by_routed(model: nn.Module) -> list[str] | None:
-    """`modules_to_save` of a routed adapter of the model; None if there are none."""
-    stack = routed_stack(model)
-    if stack is None:
-        return None
-    configs = [
-        routing.config(name) for routing in stack.routed for name in routing.depth_route_gate
-    ]
-    return next((config.modules_to_save for config in configs if config.modules_to_save), None)

@@ -131,10 +131,8 @@ def staged_save(folder: Path) -> Iterator[Path]:
             if not disk_full(error):
                 raise
             needed = sum(file.stat().st_size for file in stage.rglob("*") if file.is_file())
-            said = (
-                f"disk full while saving the adapter: more than {needed:,} bytes are needed; "
-                "free some space and save again"
-            )
+            said = f"disk full while saving the adapter: more than {needed:,} bytes are needed"
+            said += "; free some space and save again"
             if not created:
                 said += "; what was there before is intact"
             raise OSError(errno.ENOSPC, said, str(folder)) from error
@@ -158,8 +156,7 @@ def _bring_readme(folder: Path, stage: Path) -> bool:
 
 
 def _seal(path: Path, weights: Path) -> None:
-    """Write the hash of the staged weights into the staged config,
-    if it is of a depth-routed adapter.
+    """Write the hash of the staged weights into a routed adapter's staged config.
 
     Raises:
         AdapterMismatchError: Loading would refuse the weights; they do not take the place of

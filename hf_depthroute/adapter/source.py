@@ -41,19 +41,12 @@ HUB = ("subfolder", "revision", "cache_dir", "token")
 
 
 class Loading(NamedTuple):
-    """A load in progress.
-
-    Attributes:
-        model: What the adapter is loaded onto.
-        adapter_name: Its name there.
-        source: A folder or a Hub id; None if the weights are given.
-        hub: How a Hub id is asked for; the names in `HUB`.
-    """
+    """A load of an adapter onto `model` in progress."""
 
     model: Any
     adapter_name: str
-    source: Any
-    hub: Mapping[str, Any]
+    source: Any  # a folder or a Hub id; None if the weights are given
+    hub: Mapping[str, Any]  # how a Hub id is asked for; the names in `HUB`
 
 
 _LOADING: ContextVar[Loading | None] = ContextVar("_LOADING", default=None)
@@ -83,8 +76,7 @@ def folder_of(source: Any, hub: Mapping[str, Any]) -> Path:
 
 
 def check_tables(config: DepthRouteConfig) -> None:
-    """Refuse a load whose file lacks the tables of n-grams that `config` speaks of;
-    they may be gigabytes.
+    """Refuse a load whose file lacks the tables of n-grams of `config`: gigabytes, perhaps.
 
     Raises:
         AdapterMismatchError: The file is missing, or its header does not go with `config`.
@@ -133,8 +125,7 @@ def _state(folder: Path) -> list[tuple[int, int, int] | None]:
 
 
 def settle(folder: Path) -> None:
-    """Finish a save of `folder` that was killed between its two renames;
-    any other leftover is left alone.
+    """Finish a save that was killed between its two renames; leave all else alone.
 
     A named adapter is saved from the folder above its own.
     """

@@ -38,8 +38,7 @@ def task_of(model: nn.Module) -> str:
 
 
 def for_task(model: nn.Module, config: DepthRouteConfig) -> DepthRouteConfig:
-    """A copy of `config` for `model`: with its task, and with a classifier's own head among
-    `modules_to_save`.
+    """A copy of `config` for `model`, with its task and a classifier's head to save.
 
     Raises:
         ConfigError: The task is a classifier's, and the model has no head of one; or it is to
@@ -80,8 +79,7 @@ def make_for_task(
 
 
 def copies_once(copy_named: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """`_set_trainable` of PEFT's classes of classifiers, here `copy_named`,
-    which runs after the injection.
+    """`_set_trainable` of PEFT's classifiers, here `copy_named`, which follows the injection.
 
     A routed adapter has its copies by then, and parts of its gates have the names of heads.
     """
