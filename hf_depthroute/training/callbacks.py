@@ -29,12 +29,9 @@ from ..routing.routing import Routing
 from ..routing.stack import routed_now, state_of
 from .answers import check_answers
 from .arguments import RoutingArguments
-from .checkpoints import load_best
 from .log_lines import missed_budget, print_lines, unfinished_schedules
 from .objective import RoutingObjective
 from .record import known, record_of, remember_training, training_record
-
-_LOAD_BEST = "_load_best_model"  # the method of a Trainer
 
 if TYPE_CHECKING:
     from transformers import TrainerControl
@@ -80,18 +77,11 @@ class RoutingCallback(TrainerCallback):
     ) -> None:
         self.objective.check_finite(state.global_step + 1, gradients=not args.fp16)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self.objective.after_step()
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Any = None,
-        **kwargs: object,
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
         if self.begun and "loss" in (logs or ()):
             self.objective.note_shares()
@@ -225,8 +215,7 @@ def routed_loss(
 
 @contextmanager
 def _as_deployed(trainer: Trainer, model: nn.Module) -> Iterator[None]:
-    """Decide as inference does where a trainer compares the policy with a reference or with
-    its own rollouts.
+    """Decide as inference does where a trainer compares with a reference or with rollouts.
 
     DPO, KTO, GRPO and RLOO need the log-probabilities of the model that generates. Under top-k a
     token's depends on later tokens.
@@ -259,12 +248,10 @@ def _share(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) -> f
 
 @contextmanager
 def provided(trainer: Trainer) -> Iterator[None]:
-    """Train inside the block: a `DepthRouteCallback` knows its trainer,
-    and routers that train have one.
+    """Train inside the block: a `DepthRouteCallback` knows its trainer, and every router has one.
 
-    A trainer with routing losses prints readable lines. The best checkpoint at the end is that of
-    the adapters that train, whatever their names. Whatever ends the block, schedules and frozen
-    gates end too.
+    A trainer with routing losses prints readable lines. Whatever ends the block, schedules and
+    frozen gates end too.
 
     Raises:
         ValueError: The model is routed, and no parameter of it trains; the losses would be added
@@ -304,17 +291,9 @@ def provided(trainer: Trainer) -> Iterator[None]:
         print_lines(trainer)
         for callback in ours:
             callback.before = record_of(model)
-    attributes: dict[str, Any] = vars(trainer)
-    own = attributes.get(_LOAD_BEST)
-    load = getattr(trainer, _LOAD_BEST, None)
-    if routings and load is not None:
-        attributes[_LOAD_BEST] = partial(load_best, trainer, load)
     try:
         yield
     finally:
-        attributes.pop(_LOAD_BEST, None)
-        if own is not None:
-            attributes[_LOAD_BEST] = own
         for callback in ours:
             callback.restore()
 

@@ -148,11 +148,8 @@ def load_best(trainer: Trainer, load: Callable[[], None]) -> None:
     """Load the adapters that train from the best checkpoint, each from its own folder.
 
     PEFT saves an adapter of another name than `"default"` in a folder of that name. A Trainer looks
-    for the one that is active where the default one is: it finds none, or that one's weights.
-
-    Args:
-        trainer: One whose model is routed.
-        load: Its own way, which is taken for what is no `PeftModel`, or split over processes.
+    for the one that is active where the default one is: it finds none, or that one's weights. Its
+    own way, `load`, is taken for what is no `PeftModel`, or split over processes.
     """
     model: Any = trainer.model
     split = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled

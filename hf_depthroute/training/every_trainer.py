@@ -10,10 +10,12 @@ an adapter is injected that finds it imported, else when the first Trainer is ma
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 from ..adapter.labels import as_served
 from ..adapter.peft_hooks import wrap
+from ..routing.stack import routed_now
 
 
 def install() -> None:
@@ -36,6 +38,8 @@ def _wrap_trainer() -> None:
 
     wrap(Trainer, "train", _train)
     wrap(Trainer, "evaluation_loop", _evaluate)
+    if hasattr(Trainer, "_load_best_model"):
+        wrap(Trainer, "_load_best_model", _load_best)
 
 
 def _train(train: Any, self: Any, *args: object, **kwargs: object) -> Any:
@@ -52,6 +56,15 @@ def _evaluate(evaluate: Any, self: Any, *args: object, **kwargs: object) -> Any:
     _serve_losses(type(self))
     check_answers(self)
     return evaluate(self, *args, **kwargs)
+
+
+def _load_best(load: Any, self: Any) -> None:
+    from .checkpoints import load_best
+
+    if routed_now(self.model):
+        load_best(self, partial(load, self))
+    else:
+        load(self)
 
 
 def _serve_losses(kind: type) -> None:

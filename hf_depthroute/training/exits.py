@@ -69,8 +69,7 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
 
 
 def exit_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """Mean next-token cross-entropy of the tied LM head on the stream that enters each
-    routed layer, in nats.
+    """Mean next-token loss, in nats, of the LM head on the stream into each routed layer.
 
     With L exits in all, the final one included, weights `lm` 1/L and `exit` (L - 1)/L give the mean
     over exits.

@@ -119,8 +119,7 @@ class Prefix:
 
 @contextmanager
 def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
-    """Keep what the last forward pass inside the block handed to the first routed layer;
-    costs and changes nothing.
+    """Keep what the block's last forward pass handed to the first routed layer.
 
     Raises:
         ValueError: No depth-routed adapter is active, or the model is split over devices or
@@ -150,8 +149,7 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
 def run_forks(
     prefix: Prefix, on_policy: bool, fork: Fork | None, layers: Collection[int] | None = None
 ) -> tuple[torch.Tensor, dict[int, range]]:
-    """Send the trunk and its forks through the observed layers, as one batch;
-    it is no step of training.
+    """Send the trunk and its forks through the observed layers, as one batch, in inference.
 
     Args:
         prefix: From `observe_prefix`, after a forward pass, inside `prefix.replaying()`.
@@ -255,8 +253,7 @@ def fork_losses(
 def divergence_from_dense(
     prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Mean over the predicted tokens of all processes of `KL(dense || routed)`, in nats;
-    differentiable in the logits.
+    """Mean `KL(dense || routed)` over all predicted tokens, nats, differentiable in the logits.
 
     The dense model is this one with every routed layer full, so the teacher costs no weights of its
     own.

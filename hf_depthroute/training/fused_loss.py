@@ -243,10 +243,7 @@ def _chunked_cross_entropy(
 def _results(
     hidden_Nd: torch.Tensor, weight_Vd: torch.Tensor, bias_V: torch.Tensor | None, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Zeros of the results' shapes.
-
-    Sums over all chunks are in float32 whatever the operands' dtype is.
-    """
+    """Zeros of the results' shapes; sums over all chunks are in float32, whatever is summed."""
     rows, weight, bias = rest[-1]
     return (
         hidden_Nd.new_zeros((), dtype=torch.float32),
@@ -286,15 +283,9 @@ def _liger_sum() -> Callable[..., torch.Tensor] | None:
     except ImportError:
         return None
 
-    def total(
-        hidden_Nd: torch.Tensor,
-        weight_Vd: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        targets_N: torch.Tensor,
-        ignore_index: int,
-    ) -> torch.Tensor:
+    def total(hidden: Any, weight: Any, bias: Any, targets: Any, ignore_index: int) -> Any:
         loss: Any = LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum")
-        return cast(torch.Tensor, loss(weight_Vd, hidden_Nd, targets_N, bias_V))
+        return loss(weight, hidden, targets, bias)
 
     return total
 

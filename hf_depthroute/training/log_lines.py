@@ -51,12 +51,7 @@ class LinePrinter(Lines, PrinterCallback):
     """transformers' `PrinterCallback` with a readable line instead of the whole log entry."""
 
     def on_log(
-        self,
-        args: object,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: object,
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
         if state.is_local_process_zero and logs:
             say(self.line(state, logs))
@@ -66,12 +61,7 @@ class LineProgress(Lines, ProgressCallback):
     """transformers' progress bar with a readable line above it instead of the whole log entry."""
 
     def on_log(
-        self,
-        args: object,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: object,
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero and self.training_bar is not None and logs:
             self.training_bar.write(self.line(state, logs))

@@ -114,8 +114,7 @@ def jepa_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def z_loss(inputs: LossInputs) -> torch.Tensor:
-    """`mean(logsumexp(logits)^2)` of the two-way choice with logits `(z/2, -z/2)`,
-    `p = sigmoid(z)`.
+    """`mean(logsumexp(logits)^2)` of the two-way choice `(z/2, -z/2)`, `p = sigmoid(z)`.
 
     Symmetric in the two paths, least where `p = 1/2`: it holds the scale of the scores, as the
     router z-loss does.
@@ -143,18 +142,14 @@ def budget_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def alive_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`1/C sum_l ReLU(p_min - p_bar_l)`; of the mean over layers where the budget is global.
-
-    None without a budget.
-    """
+    """`1/C sum_l ReLU(p_min - p_bar_l)`, of the layers' mean if global; None without a budget."""
     if not has_budget(inputs.trace):
         return None
     return F.relu(inputs.alive_min - _held(inputs, mean_probability(inputs.trace))).mean()
 
 
 def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """Router-Tuning: `ReLU(mean(M) - rho)`, `M` the hard mask of all routed layers together,
-    with `dM/dp = 1`.
+    """Router-Tuning: `ReLU(mean(M) - rho)`, `M` the hard mask of all layers with `dM/dp = 1`.
 
     None if there is no budget.
     """
@@ -307,11 +302,7 @@ def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
 
 
 def derangement(real_BT: torch.Tensor) -> torch.Tensor:
-    """A permutation of the real tokens without fixed points, int64 `[N]`:
-    one random cycle through all of them.
-
-    With a single token there is none; it is left where it is.
-    """
+    """One random cycle through all real tokens, int64 `[N]`; a single one stays where it is."""
     order = torch.randperm(int(real_BT.sum()), device=real_BT.device)
     source = torch.empty_like(order)
     source[order] = order.roll(1)

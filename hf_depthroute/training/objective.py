@@ -39,12 +39,7 @@ class NonFiniteLossError(RuntimeError):
 
 
 class RoutingObjective:
-    """Adds the routing losses to a language-model loss, tracks thresholds,
-    and collects what is logged.
-
-    Args:
-        arguments: Weights.
-        model: The model with routed layers.
+    """Adds the routing losses to a model's own, tracks thresholds, and collects what is logged.
 
     Raises:
         ValueError: The model has no active depth-routed adapter.
@@ -186,8 +181,7 @@ class RoutingObjective:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """After an optimizer step: move the thresholds of `selection="controller"` by the load
-        since the last one.
+        """Move the thresholds of `selection="controller"` by the load since the last step.
 
         Every layer by its own load, or by the mean over layers where the budget is global; that of
         all processes.
@@ -208,12 +202,10 @@ class RoutingObjective:
 
     @torch.no_grad()
     def check_finite(self, step: int, gradients: bool = True) -> None:
-        """Before an optimizer step: refuse it if a loss term or a gradient is not finite.
+        """Before optimizer step `step`: refuse it if a loss term or a gradient is not finite.
 
-        Args:
-            step: Number of the step, for the message.
-            gradients: Whether gradients count; a float16 scaler means to meet infinities and skips
-                the step itself.
+        `gradients` count but with a float16 scaler, which means to meet infinities, and skips the
+        step itself.
 
         Raises:
             NonFiniteLossError: With the terms and the first layer whose scores are not finite.
@@ -223,11 +215,10 @@ class RoutingObjective:
         pending = list(self._pending)
         self._pending.clear()
         watched = [term.float() for terms, _ in pending for term in terms.values()]
-        if gradients:
-            trained = [p.grad for p in self.model.parameters() if p.requires_grad]
-            found = [gradient for gradient in trained if type(gradient) is torch.Tensor]
-            if found:
-                watched += [get_total_norm(found)]
+        trained = [p.grad for p in self.model.parameters() if gradients and p.requires_grad]
+        found = [gradient for gradient in trained if type(gradient) is torch.Tensor]
+        if found:
+            watched += [get_total_norm(found)]
         if not watched or bool(stack([value.reshape(()) for value in watched]).isfinite().all()):
             return
         names = {n for terms, _ in pending for n, term in terms.items() if not term.isfinite()}
@@ -252,11 +243,10 @@ class RoutingObjective:
 
     def load_state(self, state: dict[str, float]) -> None:
         """Undo `state`."""
-        value = state.get("temperature")
-        device = next(self.model.parameters()).device
         self._label_scale.value = None
-        if value is not None:
-            self._label_scale.value = torch.tensor(value, device=device)
+        if "temperature" in state:
+            device = next(self.model.parameters()).device
+            self._label_scale.value = torch.tensor(state["temperature"], device=device)
         self._label_scale.begin_step()
 
     @torch.no_grad()
@@ -285,8 +275,7 @@ class RoutingObjective:
             parameter.requires_grad_(False)
 
     def end_schedule(self) -> None:
-        """The end of a training: the adapter's own budget and temperature are in force again,
-        and its gates train.
+        """After a training the adapter's own budget and temperature hold, and its gates train.
 
         What was collected from a step that did not come to its end is no part of the next training.
         """
@@ -335,8 +324,7 @@ def ramp(step: int, steps: int, start: float, end: float) -> float | None:
 
 @contextmanager
 def _without_input_gradients(model: nn.Module) -> Iterator[None]:
-    """Forward passes inside the block start without a graph at a frozen embedding;
-    no parameter's gradient changes.
+    """Passes in the block start without a graph at a frozen embedding; gradients are the same.
 
     With gradient checkpointing transformers lets the output of a frozen embedding require a
     gradient. Reentrant checkpoints need that: they only connect what goes in with what comes out.

@@ -206,18 +206,14 @@ def _labelled(trace: RouteTrace, labels: Mapping[int, UtilityLabels]) -> tuple[t
 
 
 class LabelScale:
-    """The temperature of `y = sigmoid(dl / temperature)`,
-    the labels of counterfactual gate supervision.
+    """The temperature of `y = sigmoid(dl / temperature)`, labels of `cgs`.
 
     It is a moving average over optimizer steps of the mean `|dl|`, in nats, of the labelled tokens
     of all processes. Where a step has several batches, those so far count together.
-
-    Attributes:
-        value: A scalar; None before the first label.
     """
 
     def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
+        self.value: torch.Tensor | None = None  # a scalar; None before the first label
         self.begin_step()
 
     def begin_step(self) -> None:

@@ -103,8 +103,7 @@ def record_of(model: nn.Module) -> dict[str, Any]:
 def training_record(
     args: TrainingArguments, state: TrainerState, model: nn.Module, dataset: Any, seconds: float
 ) -> dict[str, Any]:
-    """The record of a training so far, by the arguments and the state of its
-    `transformers.Trainer`.
+    """The record of a training so far, by its Trainer's arguments and state.
 
     The log's history is referred to, not copied. The Hub's id is read from `dataset` where
     `datasets` noted it; `seconds` have passed since training began. A fact that cannot be found out
