@@ -10,8 +10,8 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from ..adapter.tuner import get_depth_routed_model
-from ..base.contexts import hooked, of_this_thread, synchronise
+from ..base.contexts import synchronise
 from ..base.distributed import each_of_all
 from ..base.stack import stack_of
 from ..config.adapter import DepthRouteConfig
+from ..inference.autotune import timed_layers
 from ..routing.trace import full_depth
 from .options import Option, StaticFit, choose, config_of
 from .text import FitWarning
@@ -52,11 +53,7 @@ def in_time(
 
     Options are timed one by one; what those that save `wanted` by that save together is timed, too,
     and sets the scale of all: 0 where they save nothing. On a machine that is too busy to tell,
-    nothing is scaled.
-
-    Args:
-        base: As of `time_savings`, as are `found`, `ids` and `tail`.
-        wanted: The share of the time that is to be saved.
+    nothing is scaled. The other arguments are those of `time_savings`.
     """
 
     def scaled(factor: float) -> dict[int, dict[Option, StaticFit]]:
@@ -81,19 +78,15 @@ def in_time(
 def time_savings(
     base: nn.Module, found: Mapping[int, Mapping[Option, StaticFit]], ids: torch.Tensor, tail: int
 ) -> dict[Option, float]:
-    """The share of the time of a prompt that each option leaves out in one layer;
-    below 0 where it takes longer.
+    """The share of a prompt's time that each option saves in one layer; below 0 if it is slower.
 
     In every pass each layer has another of its options, or none, so that all of them are timed at
     the same speed of the machine. An option's saving is the share that it takes off a layer's own
     time, times the typical layer's share of an unchanged pass. Warns where the same work took a
     quarter longer at one time than at another.
 
-    Args:
-        base: The model, not routed; it is given back as it was.
-        found: The options of each layer, by its index.
-        ids: A prompt, `[1, T]`.
-        tail: Tokens at its end that run in full.
+    `base`, not routed, is given back as it was; `found` has each layer's options by its index. The
+    last `tail` tokens of the prompt `ids`, `[1, T]`, run in full.
     """
     given = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=tail)
     dense = [_seconds(base, ids)]
@@ -129,14 +122,10 @@ def time_savings(
 def time_left(
     base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, tail: int
 ) -> float | None:
-    """The share of the time of a prompt that is left with these options together,
-    by the fastest passes.
+    """The share of a prompt's time that is left with the `chosen` options, by the fastest passes.
 
-    It is None if the same work took a quarter longer at one time than at another.
-
-    Args:
-        base: As of `time_savings`, as are `ids` and `tail`.
-        chosen: The option of each layer that has one.
+    It is None if the same work took a quarter longer at one time than at another. The other
+    arguments are those of `time_savings`.
     """
     given = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=tail)
     routed = get_depth_routed_model(base, config_of(chosen, given)).eval()
@@ -221,32 +210,14 @@ def _seconds(model: nn.Module, ids: torch.Tensor) -> PassTimes:
     with torch.no_grad():
         _pass(model, ids)
         for _ in range(2):
-            with _timed(list(stack_of(model).layers), ids.device) as layers:
+            with timed_layers(list(stack_of(model).layers)) as layers:
                 started = time.perf_counter()
                 _pass(model, ids)
-                found.append(PassTimes(time.perf_counter() - started, layers))
+                whole = time.perf_counter() - started
+            found.append(PassTimes(whole, dict(enumerate(layers))))
     return min(found, key=lambda times: times.whole)
 
 
 def _pass(model: nn.Module, ids: torch.Tensor) -> None:
     model(input_ids=ids, use_cache=True, logits_to_keep=1)
     synchronise(ids.device)
-
-
-@contextmanager
-def _timed(layers: list[nn.Module], device: torch.device) -> Iterator[dict[int, float]]:
-    """Inside the block, the time of each layer's last call is kept, by its index."""
-    seconds: dict[int, float] = {}
-
-    def enter(layer: nn.Module, args: tuple[object, ...]) -> None:
-        synchronise(device)
-        seconds[layers.index(layer)] = -time.perf_counter()
-
-    def leave(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
-        synchronise(device)
-        seconds[layers.index(layer)] += time.perf_counter()
-
-    handles = [layer.register_forward_pre_hook(of_this_thread(enter)) for layer in layers]
-    handles += [layer.register_forward_hook(of_this_thread(leave)) for layer in layers]
-    with hooked(handles):
-        yield seconds

@@ -11,11 +11,14 @@ Shapes: B sequences, T positions.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -120,92 +123,87 @@ def tune_execution(
         model.eval()
         for routing in active_routings(model):
             routing.forget_tuned(routing.active_name())
-        return _choices(
-            model, input_ids, attention_mask, steps, repeats, floor, keep_decisions, executors
-        )
-
-
-def _choices(
-    model: nn.Module,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    steps: int,
-    repeats: int,
-    floor: float,
-    keep_decisions: bool,
-    executors: Sequence[str] | None,
-) -> list[Choice]:
-    """Time and choose, and leave the choices with the layers."""
-    routings = gated_routings(model)
-    every_layer = stack_of(model).layers
-    layers = [every_layer[routing.layer_index] for routing in routings]
-    if executors is None:
-        executors = _supported(model, layers, input_ids, attention_mask)
-    times: dict[tuple[str, int, str], list[float]] = {}
-    for round_ in range(repeats + 1):  # the first one warms up
-        for executor in ("full", *executors):
-            spent: dict[tuple[str, int], list[float]] = {}
-            with state_of(model).override(executor=executor):
-                for step, layer, seconds in _timed(model, layers, input_ids, attention_mask, steps):
-                    spent.setdefault((step, layer), []).append(seconds)
-            for key, each in spent.items() if round_ else ():
-                # Steps that skip and steps that do not take two different times: what counts is
-                # their mean.
-                times.setdefault((*key, executor), []).append(statistics.fmean(each))
-    rows, length = input_ids.shape
-    shapes = {"prefill": (rows, length)} | ({"decode": (rows, 1)} if steps else {})
-    choices = []
-    for routing in routings:
-        for step, shape in shapes.items():
-            found = {
-                x: statistics.median(times[step, routing.layer_index, x]) * 1e3
-                for x in ("full", *executors)
-            }
+        prompts = _Prompts(model, input_ids, attention_mask)
+        if executors is None:
+            executors = _supported(prompts)
+        times = _times(prompts, executors, steps, repeats)
+        rows, length = input_ids.shape
+        shapes = {"prefill": (rows, length)}
+        if steps:
+            shapes["decode"] = rows, 1
+        routings = gated_routings(model)
+        choices = []
+        for routing, (step, shape) in itertools.product(routings, shapes.items()):
+            index = routing.layer_index
+            found = {name: times[index, step, name] for name in ("full", *executors)}
             best = min(executors, key=found.__getitem__)
             if not keep_decisions and found[best] > found["full"] / floor:
                 best = "full"
             routing.tuned[routing.active_name(), *shape_class(*shape)] = best
-            choices.append(Choice(routing.layer_index, step, shape, best, found))
-    if {"rows", "gathered"} <= set(executors) and not routings[0].active_target().skips_attention:
-        costs = _gather_costs(model, layers, input_ids, attention_mask, repeats)
-        routings[0].state.gather_costs = costs
-    return choices
+            choices.append(Choice(index, step, shape, best, found))
+        attends = routings[0].active_target().skips_attention
+        if {"rows", "gathered"} <= set(executors) and not attends:
+            routings[0].state.gather_costs = _gather_costs(prompts, repeats)
+        return choices
 
 
-def _gather_costs(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    repeats: int,
-) -> GatherCosts | None:
+class _Prompts(NamedTuple):
+    """The prompts that layers are timed on: `[B, T]` each."""
+
+    model: nn.Module
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers that have a gate."""
+        every_layer = stack_of(self.model).layers
+        return [every_layer[routing.layer_index] for routing in gated_routings(self.model)]
+
+    def last(self, length: int) -> _Prompts:
+        """Their last positions."""
+        mask = self.attention_mask
+        if mask is not None:
+            mask = mask[:, -length:]
+        return _Prompts(self.model, self.input_ids[:, -length:], mask)
+
+
+def _times(
+    prompts: _Prompts, executors: Sequence[str], steps: int, repeats: int
+) -> dict[tuple[int, str, str], float]:
+    """Milliseconds by layer, kind of step and executor, `"full"` included."""
+    times: dict[tuple[int, str, str], list[float]] = {}
+    for round_ in range(repeats + 1):  # the first one warms up
+        for executor in ("full", *executors):
+            spent: dict[tuple[int, str], list[float]] = {}
+            with state_of(prompts.model).override(executor=executor):
+                for step, layer, seconds in _timed(prompts, steps):
+                    spent.setdefault((layer, step), []).append(seconds)
+            for key, each in spent.items() if round_ else ():
+                # Steps that skip and steps that do not take two different times: what counts is
+                # their mean.
+                times.setdefault((*key, executor), []).append(statistics.fmean(each))
+    return {key: statistics.median(each) * 1e3 for key, each in times.items()}
+
+
+def _gather_costs(prompts: _Prompts, repeats: int) -> GatherCosts | None:
     """The cost model, from the whole prompts and their last eighth; None without a difference."""
     points = []
-    for length in (-(-input_ids.shape[1] // 8), input_ids.shape[1]):
-        ids = input_ids[:, -length:]
-        mask = None
-        if attention_mask is not None:
-            mask = attention_mask[:, -length:]
+    length = prompts.input_ids.shape[1]
+    for part in (prompts.last(-(-length // 8)), prompts):
         gained = []
+        routings = gated_routings(part.model)
         for _ in range(repeats + 1):  # the first one warms up
             spent = {}
             for executor in ("rows", "gathered"):
-                with state_of(model).override(executor=executor):
-                    times = _timed(model, layers, ids, mask, 0)
-                    spent[executor] = sum(seconds for _, _, seconds in times)
-            gained.append((spent["rows"] - spent["gathered"]) / len(layers))
-        routings = gated_routings(model)
-        flops = [chosen_flops(routing, ids.shape, routing.budget()) for routing in routings]
+                with state_of(part.model).override(executor=executor):
+                    spent[executor] = sum(seconds for _, _, seconds in _timed(part, 0))
+            gained.append((spent["rows"] - spent["gathered"]) / len(routings))
+        flops = [chosen_flops(h, part.input_ids.shape, h.budget()) for h in routings]
         points.append((statistics.fmean(flops), statistics.median(gained[1:])))
     return gather_costs_of(*points)
 
 
-def _supported(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-) -> list[str]:
+def _supported(prompts: _Prompts) -> list[str]:
     """The executors but `"full"` that support some routed layer's call on these prompts."""
     found: set[str] = set()
 
@@ -223,50 +221,49 @@ def _supported(
             if executor.supports(replace(call, plan=asked)):
                 found.add(name)
 
+    watch = of_this_thread(look)
     handles = [
-        layer.register_forward_pre_hook(of_this_thread(look), with_kwargs=True) for layer in layers
+        layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in prompts.layers()
     ]
+    model, ids, mask = prompts
     with hooked(handles), state_of(model).override(executor="auto"):
-        model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=1)
+        model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
     return [name for name in EXECUTORS if name in found and name != "full"]
 
 
-def _timed(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    steps: int,
-) -> Iterator[tuple[str, int, float]]:
-    """Seconds of every routed layer: once for the prompt, then for each decoding step."""
-    started: dict[nn.Module, float] = {}
-    seconds: list[tuple[int, float]] = []
-
-    def start(layer: nn.Module, args: object) -> None:
-        synchronise(device_of(layer))
-        started[layer] = time.perf_counter()
-
-    def stop(layer: Any, args: object, output: object) -> None:
-        synchronise(device_of(layer))
-        seconds.append((layer._modules[ROUTING].layer_index, time.perf_counter() - started[layer]))
-
-    handles = [layer.register_forward_pre_hook(of_this_thread(start)) for layer in layers]
-    handles += [layer.register_forward_hook(of_this_thread(stop)) for layer in layers]
-    with hooked(handles):
-        out = model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=True, logits_to_keep=1
-        )
-        yield from (("prefill", *one) for one in seconds)
+def _timed(prompts: _Prompts, steps: int) -> Iterator[tuple[str, int, float]]:
+    """Seconds of every gated layer: once for the prompt, then for each decoding step."""
+    model, ids, mask = prompts
+    indices = [routing.layer_index for routing in gated_routings(model)]
+    with timed_layers(prompts.layers()) as seconds:
+        out = model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1)
+        yield from (("prefill", *one) for one in zip(indices, seconds))
         for _ in range(steps):
-            seconds.clear()
             token = out.logits[:, -1:].argmax(-1)
-            if attention_mask is not None:
-                attention_mask = torch.cat([attention_mask, torch.ones_like(token)], dim=1)
+            if mask is not None:
+                mask = torch.cat([mask, torch.ones_like(token)], dim=1)
             cache = out.past_key_values
-            out = model(
-                input_ids=token,
-                attention_mask=attention_mask,
-                past_key_values=cache,
-                use_cache=True,
-            )
-            yield from (("decode", *one) for one in seconds)
+            out = model(input_ids=token, attention_mask=mask, past_key_values=cache, use_cache=True)
+            yield from (("decode", *one) for one in zip(indices, seconds))
+
+
+@contextmanager
+def timed_layers(layers: Sequence[nn.Module]) -> Iterator[list[float]]:
+    """Inside the block, the seconds of each layer's last call."""
+    seconds = [0.0] * len(layers)
+
+    def start(place: int, device: torch.device, *_: object) -> None:
+        synchronise(device)
+        seconds[place] = -time.perf_counter()
+
+    def stop(place: int, device: torch.device, *_: object) -> None:
+        synchronise(device)
+        seconds[place] += time.perf_counter()
+
+    handles = []
+    for place, layer in enumerate(layers):
+        at = place, device_of(layer)
+        handles.append(layer.register_forward_pre_hook(of_this_thread(partial(start, *at))))
+        handles.append(layer.register_forward_hook(of_this_thread(partial(stop, *at))))
+    with hooked(handles):
+        yield seconds

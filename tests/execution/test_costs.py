@@ -110,8 +110,9 @@ def test_tuning_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
     which takes 12 seconds more: 12 tokens."""
     model = build_routed("llama", "mlp").eval()
 
-    def timed(model: Any, layers: Any, ids: torch.Tensor, mask: Any, steps: int) -> Any:
-        seconds = {"full": 1e3, "rows": 2.0 * ids.numel(), "gathered": 12.0 + ids.numel()}
+    def timed(prompts: Any, steps: int) -> Any:
+        count = prompts.input_ids.numel()
+        seconds = {"full": 1e3, "rows": 2.0 * count, "gathered": 12.0 + count}
         each = seconds[routings_of(model)[0].state.settings.executor]
         yield from (("prefill", routing.layer_index, each) for routing in routings_of(model))
 

@@ -52,7 +52,7 @@ from hf_depthroute.adapter.injection import token_ids_of
 from hf_depthroute.base.cache import kv_cache_bytes
 from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.inference.autotune import _supported
+from hf_depthroute.inference.autotune import _Prompts, _supported
 from hf_depthroute.parts.memory import MISSING, NgramMemory, suffixes
 from hf_depthroute.routing.routing import Routing
 from hf_depthroute.routing.stack import state_of
@@ -738,10 +738,7 @@ def test_what_cannot_work_says_so_in_one_line() -> None:
 
 def test_every_executor_that_runs_it_can_be_timed() -> None:
     model = branch_model(layers=[2])
-    assert set(_supported(model, [decoder_layers(model)[2]], tokens(2, 8), None)) == {
-        "gathered",
-        "masked",
-    }
+    assert set(_supported(_Prompts(model, tokens(2, 8), None))) == {"gathered", "masked"}
 
 
 def test_cost_counts_what_skipping_tokens_pay() -> None:

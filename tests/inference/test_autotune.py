@@ -58,7 +58,7 @@ def test_steps_that_skip_count_beside_those_that_do_not(
 ) -> None:
     """A layer that skips one token of four: its median step is a full one with a gate in front."""
 
-    def timed(model: Any, layers: Any, *rest: Any) -> Any:
+    def timed(*_: Any) -> Any:
         full = routings_of(model)[0].state.settings.executor == "full"
         for seconds in [1.0] * 4 if full else [1.1, 1.1, 1.1, 0.2]:
             yield from (("decode", routing.layer_index, seconds) for routing in routings_of(model))
