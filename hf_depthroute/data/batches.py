@@ -7,7 +7,7 @@ Shapes: B batch, T positions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,17 +71,10 @@ def model_inputs(model: nn.Module, batches: Iterable[object]) -> Iterator[dict[s
         yield found
 
 
-class _Tables(NamedTuple):
-    """Sizes of a model's tables of tokens and of learned positions; None for one it has not."""
-
-    tokens: int | None
-    positions: int | None
-
-
-def _tables_of(model: Any) -> _Tables:
-    """A table of positions stands next to that of tokens."""
+def _tables_of(model: Any) -> tuple[int | None, int | None]:
+    """Sizes of the tables of tokens and of learned positions, next to it; None without one."""
     if not hasattr(model, "get_input_embeddings"):
-        return _Tables(None, None)
+        return None, None
     table = model.get_input_embeddings()
     expected = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     beside = [
@@ -92,32 +85,34 @@ def _tables_of(model: Any) -> _Tables:
         if part is not table and isinstance(part, nn.Embedding)
     ]
     positions = next((p.num_embeddings for p in beside if p.num_embeddings == expected), None)
-    return _Tables(getattr(table, "num_embeddings", None), positions)
+    return getattr(table, "num_embeddings", None), positions
 
 
-def _check_tables(tables: _Tables, number: int, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Refuse ids and positions that a table of the model has no row for;
-    PyTorch's own error names neither, and on CUDA it ends the process."""
+def _check_tables(
+    tables: tuple[int | None, int | None], number: int, inputs: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse ids and positions without a row: PyTorch names neither, and on CUDA all ends."""
+    tokens, positions = tables
     ids_BT = inputs["input_ids"]
-    if tables.tokens is None or ids_BT.numel() == 0:
+    if tokens is None or ids_BT.numel() == 0:
         return
-    lowest = int(ids_BT.min())
-    highest = int(ids_BT.max())
-    if lowest < 0 or highest >= tables.tokens:
-        wrong = lowest if lowest < 0 else highest
+    worst = int(ids_BT.min())
+    if worst >= 0:
+        worst = int(ids_BT.max())
+    if not 0 <= worst < tokens:
         raise ValueError(
-            f"batch {number} holds the token id {wrong}, and the model has {tables.tokens} "
-            "embeddings; use the model's own tokenizer"
+            f"batch {number} holds the token id {worst}, and the model has {tokens} embeddings; "
+            "use the model's own tokenizer"
         )
-    if tables.positions is None:
+    if positions is None:
         return
     longest = ids_BT.shape[1]
     if "position_ids" in inputs:
         longest = int(inputs["position_ids"].max()) + 1
-    if longest > tables.positions:
+    if longest > positions:
         raise ValueError(
-            f"batch {number} has rows of {longest} tokens, and the model has {tables.positions} "
-            f"positions; cut the rows to {tables.positions} tokens or fewer"
+            f"batch {number} has rows of {longest} tokens, and the model has {positions} "
+            f"positions; cut the rows to {positions} tokens or fewer"
         )
 
 
@@ -143,8 +138,7 @@ def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def prompts_of(
     batch: Mapping[str, torch.Tensor], tail: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first two thirds of every row's real tokens, or of every document's, for a prompt,
-    and the text behind it.
+    """The first two thirds of every row's, or document's, real tokens, and the text behind them.
 
     Args:
         batch: `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
@@ -172,8 +166,7 @@ def breaks_of(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Bool `[B, T]`, true where a document starts after another,
-    as `position_ids` say (`breaks_of`).
+    """Bool `[B, T]`, true where `position_ids` say that another document starts (`breaks_of`).
 
     None without them, and with an `attention_mask` `[B, T]`, with which transformers takes a row
     for one document.

@@ -15,14 +15,11 @@ class PromptError(ValueError):
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat_template: bool = True) -> list[int]:
-    """The token ids of a prompt, `[T]`; as the message of a user that the model is to answer,
-    where that is known.
+    """The token ids of a prompt, `[T]`.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        prompt: The text; it may have no tokens.
-        chat_template: Put the prompt into the tokenizer's chat template, if it has one. Models that
-            were tuned to answer expect it; without it they often end the text at once.
+    With `chat_template` it is put into the tokenizer's, if there is one, as the message of a user
+    that the model is to answer. Models that were tuned to answer expect it; without it they often
+    end the text at once.
 
     Raises:
         PromptError: The template cannot be rendered with one message of a user.

@@ -283,12 +283,10 @@ def _from_disk(path: Path, split: str, streaming: bool) -> Any:
 def _sliced(splits: dict[str, Any], split: str, streaming: bool) -> Any:
     import datasets
 
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute(
-        {key: len(part) for key, part in splits.items()}
-    )
-    dataset = datasets.concatenate_datasets(
-        [splits[p.splitname].select(range(p.from_, p.to)) for p in parts]
-    )
+    lengths = {key: len(part) for key, part in splits.items()}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    chosen = [splits[p.splitname].select(range(p.from_, p.to)) for p in parts]
+    dataset = datasets.concatenate_datasets(chosen)
     if streaming:
         return dataset.to_iterable_dataset()
     return dataset

@@ -163,8 +163,7 @@ class Fits:
         _rescale(gate, float(spread), -float(mean / spread))
 
     def _scale_layer(self, index: int, rows: _Rows, threshold: float | None) -> None:
-        """Scale a layer's scores to what its cheap tokens cost on held-out text,
-        told by the text's own gradients.
+        """Scale a layer's scores to what gradients say its cheap tokens cost on held-out text.
 
         The metric knows neither what a token's gradient has to do with its error nor what the
         errors of several tokens do together, and the branch was fitted to the errors that the gate
@@ -214,8 +213,7 @@ class Fits:
 
 
 class _Rows:
-    """The real tokens of a layer: what its gate and its branch read, and the update,
-    float32 `[N, d]` each.
+    """A layer's real tokens: what gate and branch read, and the update, float32 `[N, d]`.
 
     `norms` and `sinks` are those of the stream behind the full path.
     """

@@ -32,12 +32,9 @@ from ..routing.trace import full_depth
 
 
 class LayerWalk:
-    """The arguments of every decoder layer on a text;
-    made by a forward pass in which only the first layer computes.
+    """The arguments of every decoder layer on batches, as of `model_inputs`.
 
-    Args:
-        model: A depth-routed model.
-        batches: From `model_inputs`.
+    A forward pass finds them in which only the first layer computes.
 
     Attributes:
         layers: The decoder layers.
@@ -90,16 +87,14 @@ class LayerWalk:
         self, index: int, states: Sequence[torch.Tensor], plan: RoutePlan
     ) -> list[RoutedCall]:
         """The routed part of layer `index` for each batch, not decided and not run."""
-        return [self._call(index, batch, h, plan) for batch, h in enumerate(states)]
-
-    def _call(self, index: int, batch: int, h: torch.Tensor, plan: RoutePlan) -> RoutedCall:
-        routing = self.routing(index)
-        assert routing is not None
-        device = device_of(routing, self.layers[index])
-        h, given = send_to_device((h, self._given[batch][index]), device)
-        ids, starts = self._text[batch]
-        context = ForwardContext(self.real[batch], token_ids=ids, starts=starts)
-        return routed_call(self.layers[index], plan, h, context, dict(given), decides=False)
+        layer = self.layers[index]
+        device = device_of(getattr(layer, ROUTING), layer)
+        calls = []
+        for h, of_batch, real, (ids, starts) in zip(states, self._given, self.real, self._text):
+            h, given = send_to_device((h, of_batch[index]), device)
+            context = ForwardContext(real, token_ids=ids, starts=starts)
+            calls.append(routed_call(layer, plan, h, context, dict(given), decides=False))
+        return calls
 
 
 @contextmanager

@@ -42,8 +42,7 @@ def row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
 
 
 def parts_of_mean(rows_R2: torch.Tensor) -> torch.Tensor:
-    """The part of each row in the mean over all tokens, from its sum and its count:
-    the mean over rows is that mean.
+    """Each row's part, from its sum and count, in the mean over all tokens: their mean is that.
 
     Rows without a token that counts are left out.
     """

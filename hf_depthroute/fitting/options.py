@@ -265,8 +265,7 @@ def config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRou
 
 
 def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> dict[int, Option]:
-    """The option of each layer, or none, that together save `wanted` at the least predicted cost;
-    `{}` if none do.
+    """The options that save `wanted` together at the least predicted cost; `{}` if none do.
 
     A knapsack, by Lagrange's multiplier: every layer takes what is best at one price for what is
     saved. Of the sets that any price gives, it is the cheapest one that saves enough.

@@ -245,8 +245,7 @@ def _bar(model: PeftModel, text: Batches, held_out: Batches, shown: bool | None)
 def _refit(
     model: PeftModel, text: Batches, tail: int, metrics: list[torch.Tensor | None]
 ) -> dict[int, float]:
-    """Fit the branches again, layer by layer, to what leads from the routed model's stream back to
-    the dense model's.
+    """Fit the branches again, to what leads from the routed stream back to the dense one.
 
     So a branch makes up for its own layer, and for as much of what those before it have lost as can
     be told.

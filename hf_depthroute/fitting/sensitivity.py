@@ -45,12 +45,8 @@ def stream_gradients(
 ) -> list[torch.Tensor]:
     """`g`, float32 `[D, B, T, d]` of every decoder layer, on the CPU; the model runs at full depth.
 
-    Args:
-        model: A causal language model, in eval mode.
-        batch: From `model_inputs`.
-        counted_BT: Bool: the positions whose next token is drawn and counts.
-        seeds: A seed for each row, for the tokens that are drawn.
-        draws: How often they are drawn, each time with a backward pass of its own.
+    In each of `draws`, the tokens behind the positions in `counted_BT`, bool, are drawn, with the
+    `seeds` of the rows, for a backward pass of their own.
 
     Raises:
         NonFiniteError: The stream of a real token is not finite, or the logits are NaN.
@@ -117,18 +113,12 @@ def text_gradients(
 def stream_metrics(
     gradients: list[list[torch.Tensor]], real: list[torch.Tensor], width: int
 ) -> list[torch.Tensor]:
-    """`L` of every decoder layer, float32 `[d, d]` on the CPU:
-    `|delta L|^2` is what a change costs, nats.
+    """`L` of every layer, float32 `[d, d]` on the CPU; a change costs `|delta L|^2` nats.
 
     `L L^T` is half the mean of `g g^T` over the tokens, each by what it does to all tokens behind
     it. It knows the direction of a change, and neither the token that is changed nor what other
     tokens do. The fewer tokens there are for the width, the more it is drawn towards the same cost
-    in all directions.
-
-    Args:
-        gradients: From `text_gradients` of a text whose every token counts.
-        real: Bool `[B, T]` of each batch: the real tokens.
-        width: `d`.
+    in all directions. `gradients` are `text_gradients`, `real`, bool `[B, T]`, the real tokens.
     """
     tokens = sum(each_of_all(sum(int(mask.sum()) for mask in real)))
     depth = max(each_of_all(max((len(of_batch) for of_batch in gradients), default=0)))
@@ -145,8 +135,7 @@ def stream_metrics(
 def squared_slopes(
     gradients_DBTd: torch.Tensor, change_BTd: torch.Tensor, changed_BT: torch.Tensor
 ) -> torch.Tensor:
-    """The squares of what a change of the stream does to the likelihood, summed over draws:
-    of what the changed tokens of a row do together, and of what each does alone.
+    """The squares of a change's effects on the likelihood: of a row's tokens together, and of each.
 
     The first is right on average, and noisy: some samples for each row. The second misses what
     errors do together, and takes its scale from all of them.

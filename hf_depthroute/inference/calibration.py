@@ -6,7 +6,7 @@ Shapes: B batch, T positions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,10 +148,9 @@ def calibrate_budgets(
         raise ValueError(f"calibrate_budgets: {NOT_FITTED}")
     if not _holds_tokens(kept):
         raise ValueError("calibrate_budgets: batches holds no real token")
-    knots: list[dict[float, float]] = [
-        {1 - own: float(routing.active_quantiles()(own))} for routing in routings
-    ]
-    measured = [routing.active_quantiles().measured for routing in routings]
+    tables = [routing.active_quantiles() for routing in routings]
+    knots: list[dict[float, float]] = [{1 - own: float(table(own))} for table in tables]
+    measured = [table.measured for table in tables]
     with restored_on_error(model), evaluating(model):
         others = {check_budget(budget) for budget in budgets} - {own, 1.0}
         for budget in sorted(others, key=lambda budget: abs(budget - own)):
@@ -161,14 +160,11 @@ def calibrate_budgets(
                 for routing, known in zip(routings, knots):
                     table = threshold_table(scores[routing.layer_index]).cpu()
                     position = round((1 - budget) * (len(table) - 1))
-                    known |= {
-                        0.0: float(table[0]),
-                        1.0: float(table[-1]),
-                        1 - budget: float(table[position]),
-                    }
+                    known |= {0.0: float(table[0]), 1.0: float(table[-1])}
+                    known[1 - budget] = float(table[position])
                     routing.active_quantiles().set(table_through(known, 1 - own, len(table)))
-        for routing, before in zip(routings, measured):
-            routing.active_quantiles().measured = before
+        for quantiles, before in zip(tables, measured):
+            quantiles.measured = before
 
 
 @in_turn
@@ -231,8 +227,7 @@ def _supported_budget(model: nn.Module, budget: float, caller: str) -> float:
 
 
 def is_calibrated(model: nn.Module) -> bool:
-    """Whether the quantile table of every active gate has been tracked in training or
-    set by `calibrate`."""
+    """Whether training tracked, or `calibrate` set, the quantile table of every active gate."""
     return all(routing.active_quantiles().fitted() for routing in gated_routings(model))
 
 
@@ -265,7 +260,7 @@ def active_routings(model: nn.Module) -> list[Routing]:
 
 
 def gated_routings(model: nn.Module) -> list[Routing]:
-    """Those of `active_routings` that have a gate: all but the static ones."""
+    """The `active_routings` that have a gate: all but the static ones."""
     return [routing for routing in active_routings(model) if not routing.active_gate().static]
 
 
@@ -300,11 +295,9 @@ def _budgeted_routings(model: nn.Module) -> list[Routing]:
     return routings
 
 
-@contextmanager
-def use_selection(model: nn.Module, rule: str) -> Iterator[None]:
+def use_selection(model: nn.Module, rule: str) -> AbstractContextManager[None]:
     """Inside the block, decide by `rule` ("topk" or "threshold") in training and inference."""
-    with state_of(model).override(selection=rule):
-        yield
+    return state_of(model).override(selection=rule)
 
 
 def _holds_tokens(batches: list[dict[str, torch.Tensor]]) -> bool:

@@ -124,11 +124,7 @@ def ridge_of(branch: nn.Module, tokens: int, width: int) -> float:
 
 
 def _start(branch: nn.Module, gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-    """The output that least squares departs from no further than the text asks for,
-    in the shape of `cross`.
-
-    For neurons it is that of the FFN itself, times the factor that fits best; otherwise zero.
-    """
+    """The start of least squares: of neurons the FFN's own output, scaled; otherwise zero."""
     if not isinstance(branch, NeuronBranch):
         return torch.zeros_like(cross)
     own_rd = branch.own_output()
@@ -153,7 +149,7 @@ def fit_memory(
     missing.
 
     Args:
-        memory: The memory; its table and `value` are overwritten.
+        memory: Its table and `value` are overwritten.
         ngrams_NO: Int64, the n-grams that end at each token.
         missed_Nd: The update less what the low-rank part gives, float32.
         chosen_N: Bool, the tokens to fit to; None for all.

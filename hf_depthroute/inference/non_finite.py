@@ -110,9 +110,8 @@ def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tens
             base(**given, use_cache=False)
         for index, layer in enumerate(layers):
             if layer in finite and not bool(finite[layer]):
-                routed = hasattr(layer, ROUTING)
                 kind = "not routed"
-                if routed:
+                if hasattr(layer, ROUTING):
                     kind = "routed: look at its gate and branch"
                 return f"layer {index} ({kind}) is the first whose output is not finite"
     return None

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..base.contexts import kept_modes
-from ..routing.routing import Routing
 from ..routing.stack import one_change, routings_of
 
 
@@ -58,16 +57,13 @@ def weights_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
 def snapshot(model: nn.Module) -> Callable[[], None]:
     """A function that puts the active adapter's budget, the shares of its layers, quantile tables
     and controllers back as they are now."""
-    routings: list[Routing] = [
-        routing for routing in routings_of(model) if routing.adapter() is not None
-    ]
+    routings = [routing for routing in routings_of(model) if routing.adapter() is not None]
     configs = [routing.active_config() for routing in routings]
     settings = [(config, config.budget, config.share_shifts) for config in configs]
     tables = [routing.active_quantiles() for routing in routings]
     measured = [(table, table.measured) for table in tables]
-    parts: list[nn.Module] = [
-        part for h in routings for part in (h.active_quantiles(), h.active_controller()) if part
-    ]
+    controllers = [routing.active_controller() for routing in routings]
+    parts: list[nn.Module] = [*tables, *(part for part in controllers if part is not None)]
     states = [{name: value.clone() for name, value in part.state_dict().items()} for part in parts]
 
     def undo() -> None:
