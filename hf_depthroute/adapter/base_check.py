@@ -127,8 +127,21 @@ def check_base(model: Any, wanted: Mapping[str, Any], files: Iterable[Path] | No
             "none of the weights that tell this adapter's base model from others is in the base's "
             "safetensors files; is it quantised, or saved in another form?"
         )
-    differing = [name for name in common if not _alike(expected[name], here[SAMPLED][name])]
-    off = _distance([(expected[name], here[SAMPLED][name]) for name in common])
+    _check_weights(wanted, here, common)
+    if resized:
+        warnings.warn(
+            f"this adapter was made with vocab_size {vocabulary}, this model has "
+            f"{here['vocab_size']}; its routers do not depend on the vocabulary, so it loads",
+            BaseDiffersWarning,
+            stacklevel=2,
+        )
+
+
+def _check_weights(wanted: Mapping[str, Any], here: Mapping[str, Any], common: list[str]) -> None:
+    """Refuse, or warn of, a base whose weights of these names are not those that are `wanted`."""
+    pairs = {name: (wanted[SAMPLED][name], here[SAMPLED][name]) for name in common}
+    differing = [name for name, pair in pairs.items() if not _alike(*pair)]
+    off = _distance(list(pairs.values()))
     files_named = [str(base[GGUF_FILE])[:64] for base in (wanted, here) if GGUF_FILE in base]
     if differing and files_named and off < _NEAR:
         warnings.warn(
@@ -136,7 +149,7 @@ def check_base(model: Any, wanted: Mapping[str, Any], files: Iterable[Path] | No
             "those that the adapter was made with, as those of a quantised copy are "
             f"({', '.join(files_named)}): it loads, but may lose more",
             BaseDiffersWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     elif differing:
         raise AdapterMismatchError(
@@ -144,13 +157,6 @@ def check_base(model: Any, wanted: Mapping[str, Any], files: Iterable[Path] | No
             f"sampled weights differ, such as {differing[0]}, by {off:.0%} (median of all); load "
             "its own base (a copy that was fine-tuned, or quantised to another form than GGUF, is "
             "another one), or accept this one with hf_depthroute.allow_base_mismatch()"
-        )
-    if resized:
-        warnings.warn(
-            f"this adapter was made with vocab_size {vocabulary}, this model has "
-            f"{here['vocab_size']}; its routers do not depend on the vocabulary, so it loads",
-            BaseDiffersWarning,
-            stacklevel=2,
         )
 
 

@@ -5,26 +5,32 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..base.cache import cache_of, is_paged, starts_prompt
+from ..base.cache import starts_prompt
 from ..base.stack import STACK, Stack, stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
-from ..data.batches import breaks_of, document_starts
 from ..execution.context import CONTEXT, ForwardContext, Step
 from ..execution.costs import unrouted_steps
 from ..execution.decode import decodes, run_base
 from ..execution.executors import decode_steps
 from ..execution.layer import routed_forward
-from ..parts.rules import tail_mask, where_real
 from ..routing.misuse import warn_of_training
 from ..routing.routing import ROUTING, Routing
 from ..routing.stack import RoutedStack
+from .call_tokens import (
+    by_name,
+    inputs_of,
+    last_in_full,
+    splits_a_packed_row,
+    token_ids_of,
+    token_mask_of,
+)
 
 Forward = Callable[..., Any]
 
@@ -75,7 +81,7 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     given = kwargs
     if len(args) > 1:  # a bare decoder may be given its mask by place
         kwargs = by_name(decoder, args, kwargs)
-    inputs = _inputs(args, kwargs)
+    inputs = inputs_of(args, kwargs)
     family = stack.family
     if not family.passes_keywords:
         _handed_down.set(None)
@@ -83,7 +89,7 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     # Asked once: another thread may turn the adapter off, or another one on.
     active = _active(stack)
-    if _splits_a_packed_row(active, inputs, kwargs):
+    if splits_a_packed_row(active.values(), inputs, kwargs):
         raise ConfigError(
             "granularity='sequence' and causal_rule='running' decide by a row, and this row holds "
             "several sequences: turn packing (padding-free batches, continuous batching) off, or "
@@ -96,22 +102,12 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         for routing in active:
             routing.forget_prepared()
     real = token_mask_of(args, kwargs)
-    last = None
+    last = last_in_full(
+        decoder, active.values(), stack.state.settings.in_full, inputs, real, kwargs
+    )
     ids = None
     starts = None
     steps: Mapping[nn.Module, Step] | None = None
-    tails = {config.last_in_full for config in active.values() if config.phases == "prefill"}
-    if len(tails) > 1:
-        raise ConfigError(
-            f"adapters that are active together need one prompt_tail, not {sorted(tails)}"
-        )
-    tail = max(tails, default=0)
-    in_full = stack.state.settings.in_full
-    if tail > 0 and in_full is not None:
-        last = _of_shape(in_full, inputs, real)
-    elif inputs.shape[1] > tail > 0:
-        seen = seen_by_head(decoder, active.values(), inputs, real)
-        last = last_tokens_of(inputs, seen, kwargs, tail)
     if any(config.has_memory for config in active.values()):
         ids, starts = token_ids_of(inputs, kwargs)
     if last is None and decodes(decoder, inputs) and (real is None or real.all()):
@@ -126,181 +122,15 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return args, {**given, CONTEXT: context}
 
 
-def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `module`, by the names that its `forward` gives them."""
-    return dict(zip(inspect.signature(module.forward).parameters, args)) | kwargs
-
-
-def _of_shape(
-    in_full: torch.Tensor, inputs: torch.Tensor, real: torch.Tensor | None
-) -> torch.Tensor:
-    """The real tokens among those a caller runs in full, bool `[B, T]` on the input's device."""
-    if in_full.shape != inputs.shape[:2]:
-        raise ValueError(
-            f"in_full has shape {tuple(in_full.shape)}, the input {tuple(inputs.shape[:2])}"
-        )
-    return where_real(in_full.to(inputs.device), real)
-
-
 def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pre-hook of layers whose stack keeps its keywords; the first, so that others see them."""
     return args, {**kwargs, CONTEXT: _handed_down.get()}
-
-
-def _splits_a_packed_row(
-    active: dict[Routing, DepthRouteConfig], inputs: torch.Tensor, kwargs: dict[str, Any]
-) -> bool:
-    """Whether a layer would decide about a row as one sequence that holds several."""
-    told = is_paged(kwargs) or kwargs.get("cu_seq_lens_q") is not None
-    positions = kwargs.get("position_ids")
-    masked = kwargs.get("attention_mask") is not None
-    if not told and (positions is None or masked or inputs.shape[1] == 1):
-        return False
-    configs = active.values()
-    if not any(c.granularity == "sequence" or c.causal_rule == "running" for c in configs):
-        return False
-    return told or positions is None or bool(breaks_of(positions).any())
 
 
 def _active(stack: RoutedStack) -> dict[Routing, DepthRouteConfig]:
     """The routings of the layers that are routed now, each with its adapter's configuration."""
     named = [(routing, routing.adapter()) for routing in stack.routed]
     return {routing: routing.config(name) for routing, name in named if name is not None}
-
-
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
-    return next((x for x in given if x is not None), None)
-
-
-def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Which new tokens of a decoder's call are real, bool `[B, T]`; None if no mask says so.
-
-    Layers see a 4D mask, a boolean mask, none, or a block mask, depending on the attention
-    implementation.
-    """
-    inputs = _inputs(args, kwargs)
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict):  # one per kind of attention, made by `generate` for static caches
-        mask = next(iter(mask.values()), None)
-    # Its keys are in no order of time.
-    if inputs is None or not isinstance(mask, torch.Tensor) or is_paged(kwargs):
-        return None
-    batch, length = inputs.shape[:2]
-    if mask.ndim == 2 and mask.shape[1] >= length:
-        return _of_new_tokens(mask, length, kwargs)
-    if mask.ndim == 4 and length > 1:
-        cache = kwargs.get("past_key_values")
-        past = 0 if cache is None else int(cache.get_seq_length())
-        allowed = mask if mask.dtype == torch.bool else mask == 0
-        # In a mask of a sliding window that has moved on, the new positions come last.
-        start = min(past, max(0, mask.shape[-1] - length))
-        # A position that no query may look at is padding.
-        real = allowed[:, 0, :, start : start + length].any(dim=1).expand(batch, -1)
-        if real.shape[1] == length:
-            return real
-    return None
-
-
-def _of_new_tokens(mask: torch.Tensor, length: int, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The new tokens' columns of a mask `[B, S]`, bool `[B, T]`: those after the cache's.
-
-    A mask may be longer, as one that was made for a whole static cache. In one that is shorter,
-    they come last.
-    """
-    spare = mask.shape[1] - length
-    cache = cache_of(kwargs)
-    past = 0 if cache is None else cache.get_seq_length()
-    if not isinstance(past, torch.Tensor):
-        start = min(past, spare)
-        return mask[:, start : start + length].bool()
-    # Waits for no device.
-    columns = past.to(mask.device).clamp(max=spare) + torch.arange(length, device=mask.device)
-    return mask[:, columns].bool()
-
-
-def seen_by_head(
-    decoder: nn.Module,
-    configs: Iterable[DepthRouteConfig],
-    inputs: torch.Tensor,
-    real: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """Among which tokens the model's head takes the last one, bool `[B, T]`; None: among all.
-
-    A sequence classifier passes over every token that has the id of padding, with a mask or
-    without.
-    """
-    padding = getattr(getattr(decoder, "config", None), "pad_token_id", None)
-    if padding is None or inputs.is_floating_point():
-        return real
-    if not any(config.task_type == "SEQ_CLS" for config in configs):
-        return real
-    return where_real(inputs != padding, real)
-
-
-def last_tokens_of(
-    inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict[str, Any], count: int
-) -> torch.Tensor:
-    """The last `count` real tokens of every sequence of a call of the decoder stack, bool `[B, T]`.
-
-    Packed rows hold several sequences; of a shorter one it is all of its tokens.
-    """
-    ends = _ends_of(inputs, token_mask, kwargs)
-    if count == 1:
-        return ends
-    return tail_mask(ends, count, token_mask)
-
-
-def _ends_of(
-    inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict[str, Any]
-) -> torch.Tensor:
-    """The last real token of every sequence, bool `[B, T]`."""
-    last = torch.zeros(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
-    ends = kwargs.get("cu_seq_lens_q")
-    positions = kwargs.get("position_ids")
-    if ends is not None:
-        last.view(-1)[ends[1:].long() - 1] = True
-        return last
-    if token_mask is not None:
-        last = token_mask & (token_mask.flip(1).cumsum(1).flip(1) == 1)
-    else:
-        last[:, -1] = True
-    mask = kwargs.get("attention_mask")
-    one_a_row = isinstance(mask, torch.Tensor) and mask.ndim == 2
-    if positions is not None and positions.ndim == 2 and not one_a_row:
-        ends = breaks_of(positions)[:, 1:]
-        last[:, :-1] |= ends if token_mask is None else ends & token_mask[:, :-1]
-    return last
-
-
-def token_ids_of(
-    inputs: torch.Tensor, kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The token ids of a decoder's call, `[B, T]`, and where a document starts, bool `[B, T]`.
-
-    `document_starts` or `cu_seq_lens_q` says so; None if neither says anything.
-
-    Raises:
-        ConfigError: The call has no token ids, or is one of continuous batching.
-    """
-    if inputs.is_floating_point():
-        raise ConfigError(
-            "the adapter's memory looks token ids up, and inputs_embeds holds none; pass input_ids"
-        )
-    if is_paged(kwargs):
-        raise ConfigError(
-            "the adapter's memory does not know a request's earlier tokens in continuous batching; "
-            "generate without it"
-        )
-    starts = None
-    ends = kwargs.get("cu_seq_lens_q")
-    positions = kwargs.get("position_ids")
-    if ends is not None:
-        starts = torch.zeros_like(inputs, dtype=torch.bool)
-        starts.view(-1)[ends[:-1].long()] = True
-    elif positions is not None and positions.ndim == 2 and inputs.shape[1] > 1:
-        starts = document_starts({**kwargs, "input_ids": inputs})
-    return inputs, starts
 
 
 @functools.cache

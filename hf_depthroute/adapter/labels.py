@@ -25,7 +25,7 @@ from ..config.adapter import DepthRouteConfig
 from ..data.batches import document_starts
 from ..routing.stack import RoutedStack, routed_stack
 from ..routing.trace import run_in_full
-from .injection import by_name, last_tokens_of, seen_by_head, token_mask_of
+from .call_tokens import by_name, last_tokens_of, seen_by_head, token_mask_of
 
 _DECODER = "_depth_route_decoder"  # the attribute of a hooked model that holds its decoder stack
 

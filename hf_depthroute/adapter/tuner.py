@@ -129,28 +129,15 @@ class DepthRouteModel(BaseTuner):
             del self.peft_config[adapter_name]
             raise
 
-        family = stack.family
-        layers = stack.layers
         attends = any(TARGETS[target].skips_attention for target in config.targets())
-        if attends and config.granularity == "token" and family.queries is None:
+        if attends and config.granularity == "token" and stack.family.queries is None:
             warnings.warn(
                 f"{type(model).__name__}: attention that is skipped per token is computed and "
                 "masked in this family; nothing is saved there",
                 stacklevel=2,
             )
-        width = width_of(layers[0], family)
         self.peft_config[adapter_name] = config  # a copy: the caller's fits other bases too
-        config.layers = routed
-        config.static_layers = sorted(config.static_layers or ()) or None
-        ffn = getattr(layers[routed[0]], family.ffn)
-        config.branch_rank = config.branch_rank or default_rank(config, width, ffn)
-        for index, branch in (config.branch_pattern or {}).items():
-            ranks = config.rank_pattern or {}
-            if branch != config.branch and index not in ranks:
-                rank = default_rank(config, width, getattr(layers[index], family.ffn), index)
-                config.rank_pattern = dict(sorted({**ranks, index: rank}.items()))
-        divisor = GATES[config.gate].hidden_divisor
-        config.gate_hidden = config.gate_hidden or default_hidden(width, divisor)
+        _fill_in(config, routed, stack)
         config.base_architecture = describe_base(model)
         if current_load() is None:
             config.weights_hash = None  # of weights that this adapter does not start from
@@ -309,6 +296,22 @@ class DepthRouteModel(BaseTuner):
 
     def _create_and_replace(self, *args: object, **kwargs: object) -> None:
         raise RuntimeError("depth-routed adapters are injected by inject_adapter")
+
+
+def _fill_in(config: DepthRouteConfig, routed: list[int], stack: Stack) -> None:
+    """Fill in what the configuration leaves to the model: layers, and widths."""
+    ffns = {index: getattr(stack.layers[index], stack.family.ffn) for index in routed}
+    width = width_of(stack.layers[0], stack.family)
+    config.layers = routed
+    config.static_layers = sorted(config.static_layers or ()) or None
+    config.branch_rank = config.branch_rank or default_rank(config, width, ffns[routed[0]])
+    ranks = dict(config.rank_pattern or {})
+    for index, branch in (config.branch_pattern or {}).items():
+        if branch != config.branch and index not in ranks:
+            ranks[index] = default_rank(config, width, ffns[index], index)
+    config.rank_pattern = dict(sorted(ranks.items())) or None
+    divisor = GATES[config.gate].hidden_divisor
+    config.gate_hidden = config.gate_hidden or default_hidden(width, divisor)
 
 
 def _drop_empty_routings(layers: Iterable[nn.Module]) -> None:

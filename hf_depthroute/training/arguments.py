@@ -150,26 +150,7 @@ class RoutingArguments:
         from ..config.rules import ConfigError, check_budget
 
         check_budget(self.budget_start)
-        given: Any = self.loss_weights
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except ValueError as error:
-                raise ConfigError(f"loss_weights={given!r} is not JSON: {error}") from error
-        if given is not None and not isinstance(given, dict):
-            raise ConfigError(f"loss_weights={given!r} must map names of losses to weights")
-        for name in given or {}:
-            if hasattr(self, f"{name}_weight"):
-                raise ConfigError(
-                    f"loss_weights: {name!r} has an argument of its own; use {name}_weight"
-                )
-            if name not in LOSSES:
-                known = ", ".join(dict.fromkeys((*OWN_LOSSES, *LOSSES)))
-                raise ConfigError(
-                    f"loss_weights: there is no loss {name!r}; import what adds it to LOSSES, or "
-                    f"use one of: {known}"
-                )
-        self.loss_weights = given
+        self._check_loss_weights()
         numbers: dict[str, Any] = {f"{name}_weight": w for name, w in self.weights().items()}
         numbers |= {"alive_min": self.alive_min, "controller_step": self.controller_step}
         for name, number in numbers.items():
@@ -201,6 +182,30 @@ class RoutingArguments:
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {minimum}")
+
+    def _check_loss_weights(self) -> None:
+        from ..config.rules import ConfigError
+
+        given: Any = self.loss_weights
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError as error:
+                raise ConfigError(f"loss_weights={given!r} is not JSON: {error}") from error
+        if given is not None and not isinstance(given, dict):
+            raise ConfigError(f"loss_weights={given!r} must map names of losses to weights")
+        for name in given or {}:
+            if hasattr(self, f"{name}_weight"):
+                raise ConfigError(
+                    f"loss_weights: {name!r} has an argument of its own; use {name}_weight"
+                )
+            if name not in LOSSES:
+                known = ", ".join(dict.fromkeys((*OWN_LOSSES, *LOSSES)))
+                raise ConfigError(
+                    f"loss_weights: there is no loss {name!r}; import what adds it to LOSSES, or "
+                    f"use one of: {known}"
+                )
+        self.loss_weights = given
 
     def weights(self) -> dict[str, float]:
         """The weight of every row of `LOSSES`."""

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_depthroute.adapter.injection import token_mask_of
+from hf_depthroute.adapter.call_tokens import token_mask_of
 from hf_depthroute.base.contexts import hooked
 from hf_depthroute.base.families import find_family
 from hf_depthroute.base.stack import stack_of

@@ -46,9 +46,9 @@ from hf_depthroute import (
     set_budget,
     tune_execution,
 )
+from hf_depthroute.adapter.call_tokens import token_ids_of
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.adapter.files import AdapterMismatchError
-from hf_depthroute.adapter.injection import token_ids_of
 from hf_depthroute.base.cache import kv_cache_bytes
 from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError

@@ -33,7 +33,7 @@ from hf_depthroute import (
     route_cost,
     set_phases,
 )
-from hf_depthroute.adapter.injection import last_tokens_of
+from hf_depthroute.adapter.call_tokens import last_tokens_of
 from hf_depthroute.bench import bench
 from hf_depthroute.cli.serve import change_config, link_model
 from hf_depthroute.config.adapter import ConfigError

@@ -60,9 +60,9 @@ from hf_depthroute import (
     set_phases,
     tune_execution,
 )
+from hf_depthroute.adapter.call_tokens import token_ids_of
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.adapter.files import AdapterMismatchError
-from hf_depthroute.adapter.injection import token_ids_of
 from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.execution import memory as execution_memory
