@@ -219,8 +219,7 @@ class DepthRouteModel(BaseTuner):
         self.active_adapter = adapter_name
 
     def unload(self) -> nn.Module:
-        """Remove every routed adapter; the model as it was before injection,
-        other PEFT methods included."""
+        """Remove every routed adapter; the model is as before injection, other methods included."""
         leave(self.model)
         unguard(self.model)
         unhook_labels(self.model)

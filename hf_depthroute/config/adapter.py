@@ -60,8 +60,7 @@ if DepthRouteConfig.__doc__ and RoutingFields.__doc__:  # one list of arguments 
 
 
 def renumber(config: DepthRouteConfig, places: Mapping[int, int]) -> None:
-    """Leave only the layers in `places` routed, each as layer `places[index]`,
-    with what is said of single layers."""
+    """Leave only the layers in `places` routed, as `places[index]`, with what is said of them."""
     layers = cast("list[int]", config.layers)
     remaining = [at for at, index in enumerate(layers) if index in places]
     if config.dropped_experts is not None:

@@ -122,8 +122,7 @@ class AdapterFields(RoutingFields):
         return [index for index in routed if index not in (self.static_layers or ())]
 
     def share_of_all(self, depth: int, share: float) -> float:
-        """The share of all `depth` layers' calls that runs in full,
-        if `share` of the gated layers' calls does.
+        """The share of all `depth` layers' calls in full, if `share` of the gated layers' calls is.
 
         A budget is a share of the gated layers' calls, the `keep` of `fit_router` one of all
         layers' calls. Static layers run none of theirs, and layers without routing all.
@@ -138,8 +137,7 @@ class AdapterFields(RoutingFields):
         return not static and self.fixed_threshold is None and self.causal_rule != "predictor"
 
     def share_shift(self, layer_index: int) -> float:
-        """From the log-odds of a budget to those of the share of a gated layer,
-        which holds it with the others.
+        """From a budget's log-odds to those of a gated layer's share, held with the others'.
 
         Raises:
             ConfigError: It is not known what the layer's share is.

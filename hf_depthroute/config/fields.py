@@ -30,8 +30,7 @@ CHOICES: dict[str, Collection[str]] = {
 
 
 def with_help(owner: Owner) -> Owner:
-    """Class decorator of a dataclass: `metadata["help"]` of a field is the first sentence of its
-    entry under `Args:`.
+    """Class decorator: `metadata["help"]` of a field is the first sentence of its `Args:` entry.
 
     So the docstring is the only text about a field, also for the command line and
     `transformers.HfArgumentParser`.

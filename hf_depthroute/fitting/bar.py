@@ -15,8 +15,7 @@ from ..base.sublayers import Kwargs, stream_given
 
 
 class FitBar:
-    """A bar that moves with every layer that a text has gone through,
-    whatever it goes through it for.
+    """A bar that moves with every layer that a text has gone through, in any phase.
 
     Args:
         layers: The decoder layers.

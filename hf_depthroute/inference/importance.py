@@ -120,8 +120,7 @@ def expert_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[int, t
 
 
 def least_important(importance: Mapping[int, float], count: int) -> list[int]:
-    """The `count` layers with the lowest importance, in ascending layer order;
-    ties go to the earlier layer.
+    """The `count` layers of lowest importance, ascending; ties go to the earlier layer.
 
     Raises:
         ValueError: There are fewer layers, or `count` is negative.

@@ -28,13 +28,9 @@ class NonFiniteError(OneLine, RuntimeError):
 
 @contextmanager
 def finite_logits(model: Any) -> Iterator[None]:
-    """Raise at the end of the block if a forward pass inside it gave logits that are
-    NaN or infinite.
+    """Raise at the end of the block if a forward pass of the PEFT `model` gave non-finite logits.
 
     Until then such logits count as zero, so that sampling goes on.
-
-    Args:
-        model: A `PeftModel` of a causal language model.
 
     Raises:
         NonFiniteError: With the first layer whose output is not finite, in another pass over the

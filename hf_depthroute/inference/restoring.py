@@ -55,8 +55,7 @@ def weights_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
-    """A function that puts the active adapter's budget, the shares of its layers, quantile tables
-    and controllers back as they are now."""
+    """A function that puts the active adapter's budget, shares, tables and controllers back."""
     routings = [routing for routing in routings_of(model) if routing.adapter() is not None]
     configs = [routing.active_config() for routing in routings]
     settings = [(config, config.budget, config.share_shifts) for config in configs]

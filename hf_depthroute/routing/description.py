@@ -51,8 +51,7 @@ def patterns_words(config: AdapterFields) -> list[str]:
 
 
 def budget_words(config: AdapterFields, depth: int) -> str:
-    """`0.73 of the calls in 19 layers with a gate, which is 0.83 of all 30 layers`;
-    of an injected adapter.
+    """`0.73 of the calls in 19 layers with a gate, which is ...`, of an injected adapter.
 
     A budget and the `keep` of `fit_router` are shares of different things, so both are named.
     """

@@ -231,8 +231,7 @@ class Routing(nn.Module, BaseTunerLayer):
         return name
 
     def score(self, plan: RoutePlan, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`,
-        and what the gate adds.
+        """`scores` `[B, T]` (`[B, T, E]` per expert) of the gate's input, and what the gate adds.
 
         A gate that is not trained is a given: no gradient goes through its scores into the layers
         before it.

@@ -73,8 +73,7 @@ def routings_of(model: nn.Module) -> list[Routing]:
 
 
 def one_change(model: nn.Module) -> AbstractContextManager[object]:
-    """Inside the block no other thread changes `model` by what takes this block:
-    their changes wait for its end.
+    """Inside the block other threads' changes of `model` by what takes this block wait.
 
     Two changes at one time could leave some layers with one result and some with the other.
     """

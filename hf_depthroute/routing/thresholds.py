@@ -30,12 +30,11 @@ NOT_FITTED = (
 
 
 class Measured(NamedTuple):
-    """The share of tokens that a table's threshold ran in full on the text that it was fitted to;
-    for the model card.
+    """The share of tokens in full on the text that a table was fitted to; for the model card.
 
     Attributes:
         budget: The budget asked for.
-        full_ratio: What ran full.
+        full_ratio: The share that ran full.
         where: `"calibration"`, or `"training"`: since its last log entry, on the stream of the
             training rule.
     """
@@ -46,8 +45,7 @@ class Measured(NamedTuple):
 
 
 class ScoreQuantiles(Thresholds):
-    """The quantile function of a layer's scores at `0, 0.005, ..., 1`;
-    calling it gives the threshold of a budget.
+    """The quantiles of a layer's scores at `0, 0.005, ..., 1`; a call gives a budget's threshold.
 
     Before any training it is the logistic distribution's, `Q(x) = tau * log(x / (1 - x))`, for
     which a budget `rho` selects the tokens with `p >= 1 - rho`; `temperature` is `tau`.
@@ -137,8 +135,7 @@ def share_shifts(shares: Mapping[int, float]) -> dict[int, float]:
 
 
 class BudgetController(Thresholds):
-    """A score threshold that training moves against the sign of the load error,
-    instead of a budget loss.
+    """A score threshold that training moves against the sign of the load error, without a loss.
 
         theta <- theta + step * sign(load - budget)
 
@@ -184,8 +181,7 @@ def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> to
 
 
 def threshold_table(scores: torch.Tensor) -> torch.Tensor:
-    """The `quantile_table` of scores to decide by, `[Q]`:
-    no threshold stands in a group of scores that are alike.
+    """A `quantile_table` to decide by, `[Q]`: no threshold stands among scores that are alike.
 
     A gate on what depends on the token alone, as before a first layer, gives all its occurrences
     one score, up to rounding, which would then decide about each of them. Such a threshold goes
@@ -229,8 +225,7 @@ def _never_falling(scores: np.ndarray, low: int, high: int) -> None:
 
 @torch.no_grad()
 def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[torch.Tensor]:
-    """The `quantile_table` of each record's real tokens; over data-parallel processes,
-    their mean weighted by tokens.
+    """The `quantile_table` of each record's real tokens; of processes, the weighted mean.
 
     Every process gets the same tables, so thresholds never differ between ranks. With `pooled`, all
     records get the table of their scores together: the one threshold of a global budget.

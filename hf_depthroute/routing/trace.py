@@ -247,16 +247,11 @@ def replay_routes(model: nn.Module, trace: RouteTrace) -> Iterator[None]:
 
 
 def run_in_full(model: nn.Module, tokens: torch.Tensor) -> AbstractContextManager[None]:
-    """Inside the block these tokens run in full with `phases="prefill"`,
-    in place of the last ones of every sequence.
+    """Inside the block these tokens run in full with `phases="prefill"`, not the last ones.
 
     So a prompt and the text behind it are read in one forward pass, as they are served in several;
-    in training, too.
-
-    Args:
-        model: A model with routed layers.
-        tokens: Bool `[B, T]`, in the shape of the input: the end of the prompt, and all that stands
-            behind it.
+    in training, too. `tokens`, bool `[B, T]`, in the shape of the input, are the end of the prompt
+    and all that stands behind it.
 
     Raises:
         ValueError: `model` has no routed layer. A forward pass raises it when `tokens` does not

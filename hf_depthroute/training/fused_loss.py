@@ -32,8 +32,7 @@ _LOGITS = {"cpu": 2**24, "cuda": 2**27}
 
 
 class FusedLoss:
-    """Inside the block, `model(..., labels=labels).loss` is computed without logits;
-    its value is the same.
+    """In the block, `model(..., labels=labels).loss` is computed without logits, to the same value.
 
         with FusedLoss(model):
             loss = model(**batch).loss

@@ -162,13 +162,11 @@ def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def similarity_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """DLO: `BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence that the
-    full path changes most.
+    """DLO: `BCE(p, label)`, label 1 at a sequence's `ceil(rho * n)` tokens of lowest cosine.
 
-    These are the tokens with the lowest cosine between the stream before and after the full path.
-    None if the trace has no cosines: it was made in inference, by routed experts, or outside of a
-    `RoutingObjective` (the Trainer's and the callback's), which asks for them. None if there is no
-    budget.
+    It is the cosine between the stream before and after the full path. None if the trace has no
+    cosines: it was made in inference, by routed experts, or outside of a `RoutingObjective` (the
+    Trainer's and the callback's), which asks for them. None if there is no budget.
     """
     return _labels_loss(inputs, "similarity", -1)
 

@@ -110,8 +110,7 @@ class RoutingObjective:
         labels: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss to back-propagate for one batch; inside the `watching` block of
-        its forward pass.
+        """The loss to back-propagate for one batch, inside the `watching` block of its pass.
 
         Args:
             lm: The language-model loss; already divided by the number of accumulated batches if

@@ -164,8 +164,7 @@ def util_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def rank_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`E_(i,j) softplus(-sign(u*_i - u*_j) (u_i - u_j))` over the pairs of labelled
-    tokens of a sequence.
+    """`softplus(-sign(u*_i - u*_j) (u_i - u_j))`, mean over pairs of a sequence's labelled tokens.
 
     All pairs `i != j`; of sequences longer than 256 tokens, the pairs among 256 positions drawn at
     random.
