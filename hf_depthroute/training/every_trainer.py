@@ -1,10 +1,10 @@
 """Every `transformers.Trainer` that trains routers trains them with the routing losses,
 and every one that takes a loss of labels takes that of what is served.
 
-A Trainer hands itself to none of its callbacks, so `Trainer.train` and `Trainer.evaluation_loop`
-are wrapped. Its module takes a second to import, and most programs never train: it is wrapped when
-an adapter is injected that finds it imported, else when the first Trainer is made, which makes a
-`CallbackHandler`.
+A Trainer hands itself to none of its callbacks, so `train`, `evaluation_loop` and
+`_load_best_model` are wrapped. Its module takes a second to import, and most programs never train:
+it is wrapped when an adapter is injected that finds it imported, else when the first Trainer is
+made, which makes a `CallbackHandler`.
 """
 
 from __future__ import annotations
