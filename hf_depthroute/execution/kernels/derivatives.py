@@ -43,7 +43,7 @@ def through(dense: Callable[..., Tensor]) -> Callable[..., tuple[Tensor | None, 
 
 
 def linear(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`ops.linear_rows`, for every row."""
+    """`plain.linear`, for every row."""
     return _chosen(F.linear(_chosen(x, mask), weight, bias), mask)
 
 
@@ -56,7 +56,7 @@ def swiglu(
     w_up: Tensor,
     w_down: Tensor,
 ) -> Tensor:
-    """`ops.swiglu_rows`, for every row."""
+    """`plain.swiglu`, for every row."""
     x = _chosen(x, mask)
     update = F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
     if scale is not None:
@@ -73,7 +73,7 @@ def attend(
     past: int,
     scaling: float,
 ) -> Tensor:
-    """`ops.attend_rows`, for every query, in float32."""
+    """`plain.attend`, for every query, in float32."""
     # [B, G, H/G, T, k]
     grouped = _chosen(q.float(), mask).unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4)
     scores = grouped @ keys[:, :, None].float().transpose(-1, -2) * scaling  # [B, G, H/G, T, S]

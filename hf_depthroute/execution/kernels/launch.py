@@ -1,8 +1,7 @@
 """From the row ops' arguments to Triton launches; imported on first use on CUDA,
 because it imports Triton.
 
-Nothing here waits for the device. Shapes and docstrings of the operators: `ops`; of the kernels:
-their own modules.
+Nothing here waits for the device. Arguments and shapes of the operators: `plain`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _COMPACT = 1024
 
 
 def linear(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See `ops.linear_rows`."""
+    """See `plain.linear`."""
     if not len(x) or not _supported(x, weight):
         return plain.linear(x, mask, weight, bias)
     out = x.new_zeros(len(x), len(weight))
@@ -44,7 +43,7 @@ def swiglu(
     w_up: Tensor,
     w_down: Tensor,
 ) -> Tensor:
-    """See `ops.swiglu_rows`."""
+    """See `plain.swiglu`."""
     if not len(x) or not _supported(stream, x, w_gate, w_up, w_down):
         return plain.swiglu(stream, x, mask, scale, w_gate, w_up, w_down)
     stream = stream.contiguous()
@@ -66,7 +65,7 @@ def attend(
     past: int,
     scaling: float,
 ) -> Tensor:
-    """See `ops.attend_rows`."""
+    """See `plain.attend`."""
     if not q.numel() or q.shape[-1] > 256 or not _supported(q, keys, values):
         return plain.attend(q, keys, values, mask, allowed, past, scaling)
     if keys.stride() != values.stride() or keys.stride(-1) != 1:

@@ -3,10 +3,7 @@
 Custom operators of the namespace `hf_depthroute`: to `torch.compile` and to a CUDA graph each is
 one call whose shapes do not depend on the mask, so a compiled model skips as the eager one does. On
 CUDA they run Triton kernels that read the number of chosen rows on the device; elsewhere, and
-without Triton, plain PyTorch.
-
-Legend: N rows, i and o input and output width, d model width, f FFN width, B sequences, T
-positions, S keys, H query heads, G key-value heads, k head width.
+without Triton, plain PyTorch. Arguments and shapes: `plain`.
 """
 
 from __future__ import annotations
@@ -23,78 +20,9 @@ from torch import Tensor
 
 from . import derivatives, plain
 
-
-@torch.library.custom_op("hf_depthroute::linear_rows", mutates_args=())
-def linear_rows(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x W^T + b` at the rows in `mask`, zeros at the others.
-
-    Args:
-        x: `[N, i]`.
-        mask: Bool `[N]`.
-        weight: `[o, i]`, in the dtype of `x`.
-        bias: `[o]`, or None.
-
-    Returns:
-        `[N, o]`.
-    """
-    return plain.linear(x, mask, weight, bias)
-
-
-@torch.library.custom_op("hf_depthroute::swiglu_rows", mutates_args=())
-def swiglu_rows(
-    stream: Tensor,
-    x: Tensor,
-    mask: Tensor,
-    scale: Tensor | None,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-) -> Tensor:
-    """`stream + scale * W_down (SiLU(W_gate x) * W_up x)` at the rows in `mask`,
-    `stream` at the others.
-
-    Args:
-        stream: `[N, d]`.
-        x: `[N, d]`, what the FFN reads.
-        mask: Bool `[N]`.
-        scale: Float `[N]`; None is 1.
-        w_gate: `[f, d]`, as the other weights in the dtype of `x`.
-        w_up: `[f, d]`.
-        w_down: `[d, f]`.
-
-    Returns:
-        `[N, d]`.
-    """
-    return plain.swiglu(stream, x, mask, scale, w_gate, w_up, w_down)
-
-
-@torch.library.custom_op("hf_depthroute::attend_rows", mutates_args=())
-def attend_rows(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    allowed: Tensor | None,
-    past: int,
-    scaling: float,
-) -> Tensor:
-    """Softmax attention of the queries in `mask`, zeros at the others;
-    query heads share key-value heads in order.
-
-    Args:
-        q: `[B, T, H, k]`.
-        keys: `[B, G, S, k]` with any strides, as the values.
-        values: `[B, G, S, k]`.
-        mask: Bool `[B, T]`.
-        allowed: `[B or 1, 1, T, S]`: bool, or a float that is added to the scores. None: query `t`
-            sees keys `0 .. past + t`.
-        past: Positions before the first query; without effect where `allowed` is given.
-        scaling: What the scores are multiplied by.
-
-    Returns:
-        `[B, T, H, k]`.
-    """
-    return plain.attend(q, keys, values, mask, allowed, past, scaling)
+linear_rows = torch.library.custom_op("hf_depthroute::linear_rows", plain.linear, mutates_args=())
+swiglu_rows = torch.library.custom_op("hf_depthroute::swiglu_rows", plain.swiglu, mutates_args=())
+attend_rows = torch.library.custom_op("hf_depthroute::attend_rows", plain.attend, mutates_args=())
 
 
 @functools.cache

@@ -16,7 +16,17 @@ _CAUSAL_SLICE = 64  # chosen queries of a sequence that are run against one cut 
 
 
 def linear(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See `ops.linear_rows`."""
+    """`x W^T + b` at the rows in `mask`, zeros at the others.
+
+    Args:
+        x: `[N, i]`.
+        mask: Bool `[N]`.
+        weight: `[o, i]`, in the dtype of `x`.
+        bias: `[o]`, or None.
+
+    Returns:
+        `[N, o]`.
+    """
     index = mask.nonzero().squeeze(-1)  # [F]
     if index.numel() == len(x):
         return F.linear(x, weight, bias)
@@ -35,7 +45,21 @@ def swiglu(
     w_up: Tensor,
     w_down: Tensor,
 ) -> Tensor:
-    """See `ops.swiglu_rows`."""
+    """`stream + scale * W_down (SiLU(W_gate x) * W_up x)` at the rows in `mask`,
+    `stream` at the others.
+
+    Args:
+        stream: `[N, d]`.
+        x: `[N, d]`, what the FFN reads.
+        mask: Bool `[N]`.
+        scale: Float `[N]`; None is 1.
+        w_gate: `[f, d]`, as the other weights in the dtype of `x`.
+        w_up: `[f, d]`.
+        w_down: `[d, f]`.
+
+    Returns:
+        `[N, d]`.
+    """
     index = mask.nonzero().squeeze(-1)  # [F]
     out = stream.clone()
     for rows in index.split(cpu_slice(len(w_up)) if x.device.type == "cpu" else max(1, len(index))):
@@ -60,7 +84,22 @@ def attend(
     past: int,
     scaling: float,
 ) -> Tensor:
-    """See `ops.attend_rows`."""
+    """Softmax attention of the queries in `mask`, zeros at the others;
+    query heads share key-value heads in order.
+
+    Args:
+        q: `[B, T, H, k]`.
+        keys: `[B, G, S, k]` with any strides, as the values.
+        values: `[B, G, S, k]`.
+        mask: Bool `[B, T]`.
+        allowed: `[B or 1, 1, T, S]`: bool, or a float that is added to the scores. None: query `t`
+            sees keys `0 .. past + t`.
+        past: Positions before the first query; without effect where `allowed` is given.
+        scaling: What the scores are multiplied by.
+
+    Returns:
+        `[B, T, H, k]`.
+    """
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for b, chosen in enumerate(mask):
         time_F = chosen.nonzero().squeeze(-1)
