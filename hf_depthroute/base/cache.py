@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 _CACHES = ("past_key_values", "layer_past")  # what families call it
@@ -37,13 +38,13 @@ class _Keeping:
         scores: Float32 `[B, P]`, the gate's score at every position, NaN where it did not decide.
     """
 
-    keep: torch.Tensor | None = None
-    probs: torch.Tensor | None = None
-    tokens: torch.Tensor | None = None
-    seen: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
+    keep: Tensor | None = None
+    probs: Tensor | None = None
+    tokens: Tensor | None = None
+    seen: Tensor | None = None
+    scores: Tensor | None = None
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         _change_kept(self, lambda kept: kept[beam_idx.to(kept.device)])
 
@@ -51,7 +52,7 @@ class _Keeping:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
         _change_kept(self, lambda kept: kept.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)  # type: ignore[misc]
         _change_kept(self, lambda kept: kept[indices.to(kept.device)])
 
@@ -94,10 +95,10 @@ class SkippingLayer(DynamicLayer):
     _layer_type = None  # transformers registers subclasses by it
     scores = None
 
-    def __init__(self, tokens: torch.Tensor | None = None) -> None:
+    def __init__(self, tokens: Tensor | None = None) -> None:
         super().__init__()
-        self.keep: torch.Tensor | None = None
-        self.probs: torch.Tensor | None = None
+        self.keep: Tensor | None = None
+        self.probs: Tensor | None = None
         self.tokens = tokens
         self.length = 0
 
@@ -106,8 +107,8 @@ class SkippingLayer(DynamicLayer):
         self.length += count
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if self.keep is None or len(key_states) != int(self.keep.sum()):
             raise ValueError(
                 "this KV cache was filled with whole sequences skipped and cannot be read without "
@@ -119,7 +120,7 @@ class SkippingLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         self._take(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -127,7 +128,7 @@ class SkippingLayer(DynamicLayer):
             indices = torch.arange(len(self.keep), device=self.keep.device)
             self._take(indices.repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         self._take(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -153,7 +154,7 @@ class SkippingLayer(DynamicLayer):
         self.tokens = None
         self.length = 0
 
-    def _take(self, indices: torch.Tensor) -> None:
+    def _take(self, indices: Tensor) -> None:
         if self.keep is None:
             return
         indices = indices.to(self.keep.device)
@@ -204,9 +205,7 @@ def can_skip(layer: Any) -> bool:
     return empty or isinstance(layer, SkippingLayer)
 
 
-def remember(
-    cache: Any, index: int, keep: torch.Tensor, probs: torch.Tensor, skips_attention: bool
-) -> None:
+def remember(cache: Any, index: int, keep: Tensor, probs: Tensor, skips_attention: bool) -> None:
     """Store the decision of layer `index`, `keep` (bool `[B]`) and `probs` (float32 `[B]`).
 
     With `skips_attention`, a layer that `can_skip` holds the kept sequences only from now on.
@@ -220,7 +219,7 @@ def remember(
     layer.probs = probs
 
 
-def remembered(cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def remembered(cache: Any, index: int) -> tuple[Tensor, Tensor] | None:
     """The decision of layer `index`, `keep` and `probs`, each `[B]`; None before there is one."""
     layer = cache_layer(cache, index)
     if getattr(layer, "keep", None) is None:
@@ -228,7 +227,7 @@ def remembered(cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | No
     return layer.keep, layer.probs
 
 
-def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
+def remember_tokens(cache: Any, index: int, tokens: Tensor) -> None:
     """Store the last tokens at every new position, int64 `[B, T, M]`, of layer `index`.
 
     Where the layer can be cropped, those of all positions stay; else the last position's do, where
@@ -253,7 +252,7 @@ def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
                 torch._dynamo.mark_static_address(kept)
 
 
-def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
+def last_tokens(cache: Any, index: int, count: int) -> Tensor | None:
     """The last `count` tokens of every sequence in layer `index`, int64 `[B, count]`;
     None if the cache is empty.
 
@@ -262,8 +261,8 @@ def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
             tells only while it knows none, or on a CPU, uncompiled; or another number of them.
     """
     layer = cache_layer(cache, index)
-    tokens: torch.Tensor | None = getattr(layer, "tokens", None)
-    seen: torch.Tensor | None = getattr(layer, "seen", None)
+    tokens: Tensor | None = getattr(layer, "tokens", None)
+    seen: Tensor | None = getattr(layer, "seen", None)
     known = 0 if tokens is None else tokens.shape[1]
     if seen is None:
         missing = layer is not None and layer.get_seq_length() != known
@@ -281,7 +280,7 @@ def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
     return None
 
 
-def earlier_scores(cache: Any, index: int, batch: int) -> torch.Tensor | None:
+def earlier_scores(cache: Any, index: int, batch: int) -> Tensor | None:
     """The scores at the positions that layer `index` of a cache holds, `[B, P]`,
     NaN where none was stored; None if it holds none.
 
@@ -302,7 +301,7 @@ def earlier_scores(cache: Any, index: int, batch: int) -> torch.Tensor | None:
             f"those of a {type(layer).__name__}; use the default cache, or set_causal_rule(model, "
             "'quantile')"
         )
-    scores: torch.Tensor | None = getattr(layer, "scores", None)
+    scores: Tensor | None = getattr(layer, "scores", None)
     missing = layer.get_seq_length() - (0 if scores is None else scores.shape[1])
     if missing <= 0:
         return scores
@@ -312,7 +311,7 @@ def earlier_scores(cache: Any, index: int, batch: int) -> torch.Tensor | None:
     return torch.cat([scores, unknown.to(scores.device)], dim=1)
 
 
-def remember_scores(cache: Any, index: int, scores: torch.Tensor) -> None:
+def remember_scores(cache: Any, index: int, scores: Tensor) -> None:
     """Store the scores at all positions of layer `index`, `[B, P]`,
     those of this forward pass included."""
     _keeping_layer(cache, index).scores = scores
@@ -324,9 +323,7 @@ def kv_cache_bytes(cache: Any) -> int:
     return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
-def _change_kept(
-    layer: _Keeping | SkippingLayer, change: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def _change_kept(layer: _Keeping | SkippingLayer, change: Callable[[Tensor], Tensor]) -> None:
     """Put `change` of everything that `layer` keeps besides keys and values in its place."""
     for name in _KEPT:
         kept = getattr(layer, name)

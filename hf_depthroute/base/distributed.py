@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def world_size() -> int:
@@ -18,7 +19,7 @@ def world_size() -> int:
     return 1
 
 
-def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
+def sum_over_processes(values: Tensor) -> Tensor:
     """The sum of all processes' `values`, which are overwritten with it."""
     if world_size() > 1:
         dist.all_reduce(values)
@@ -46,7 +47,7 @@ def _shares() -> bool:
     return _sharing.get() and world_size() > 1
 
 
-def total(values: torch.Tensor) -> torch.Tensor:
+def total(values: Tensor) -> Tensor:
     """The sum of all processes' `values`."""
     if _shares():
         return sum_over_processes(values.clone())
@@ -82,7 +83,7 @@ def raised_by_all(kind: type[Exception]) -> Iterator[None]:
         raise kind(line)
 
 
-def rows_of_all(rows: torch.Tensor) -> torch.Tensor:
+def rows_of_all(rows: Tensor) -> Tensor:
     """The rows of all processes `[N, ...]`, one process after the other; counts may differ."""
     if _shares():
         return torch.cat([part.to(rows.device) for part in each_of_all(rows.cpu())])

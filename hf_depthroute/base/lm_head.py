@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from .families import text_config
 from .stack import stack_of, unwrapped
@@ -51,8 +51,8 @@ class LMHead:
         """The LM head."""
         return cast(nn.Module, self._model.get_output_embeddings())
 
-    def __call__(self, stream: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(stream))
+    def __call__(self, stream: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(stream))
         if self.change is None:
             return logits
         kind, value = self.change
@@ -62,19 +62,19 @@ class LMHead:
             return logits * value
         return logits / value
 
-    def chunks(self, *rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    def chunks(self, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Tensors of N rows in pieces, of so few rows that a piece's logits have at most
         `_LOGITS` elements."""
         size = max(1, _LOGITS // int(text_config(self._model.config).vocab_size))
         return zip(*(part.split(size) for part in rows))
 
-    def token_losses(self, rows_Nd: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    def token_losses(self, rows_Nd: Tensor, targets_N: Tensor) -> Tensor:
         """`token_losses` of the logits of `rows_Nd`, which never exist all at one time."""
         pieces = self.chunks(rows_Nd, targets_N)
         return torch.cat([token_losses(self(rows), targets) for rows, targets in pieces])
 
 
-def logits_at(model: Any, batch: Mapping[str, Any], wanted_BT: torch.Tensor) -> torch.Tensor:
+def logits_at(model: Any, batch: Mapping[str, Any], wanted_BT: Tensor) -> Tensor:
     """The logits of some positions, `[N, V]`, of a pass without a KV cache.
 
     A position that no row wants does not go through the head, where the model takes
@@ -86,9 +86,9 @@ def logits_at(model: Any, batch: Mapping[str, Any], wanted_BT: torch.Tensor) -> 
         wanted_BT: Bool, true at `N` positions.
     """
     if not keeps_logits(model):
-        return cast(torch.Tensor, model(**batch, use_cache=False).logits[wanted_BT])
+        return cast(Tensor, model(**batch, use_cache=False).logits[wanted_BT])
     places = wanted_BT.any(0).nonzero().squeeze(1)
-    logits: torch.Tensor = model(**batch, use_cache=False, logits_to_keep=places).logits
+    logits: Tensor = model(**batch, use_cache=False, logits_to_keep=places).logits
     return logits[wanted_BT[:, places]]
 
 
@@ -108,7 +108,7 @@ def check_head(model: nn.Module, wanted: str) -> None:
         )
 
 
-def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy in nats of each position's prediction, float32 `[...]`;
     0 where the target is -100.
 
@@ -121,7 +121,7 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return losses.view(targets.shape)
 
 
-def predicting(labels_BT: torch.Tensor, token_mask_BT: torch.Tensor | None) -> torch.Tensor:
+def predicting(labels_BT: Tensor, token_mask_BT: Tensor | None) -> Tensor:
     """Bool `[B, T - 1]`: the positions whose next token is to be predicted.
 
     Args:

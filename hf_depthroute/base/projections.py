@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .readable import is_readable
@@ -41,8 +41,8 @@ class Projections:
             own.
     """
 
-    project: Callable[[Any, torch.Tensor, str], Sequence[torch.Tensor]]
-    heads: Callable[[Any, torch.Tensor, str], torch.Tensor]
+    project: Callable[[Any, Tensor, str], Sequence[Tensor]]
+    heads: Callable[[Any, Tensor, str], Tensor]
     weights: Callable[[Any], dict[str, float]] = lambda _: {"q_proj": 1.0, "o_proj": 1.0}
     output: str = "o_proj"
     dropout: str | None = None
@@ -58,16 +58,14 @@ class Projections:
             getattr(attention, self.fused), nn.Linear, Conv1D
         )
 
-    def outputs(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
+    def outputs(self, attention: Any, x: Tensor) -> Tensor:
         """The output projection and what comes behind it, `[..., H * k] -> [..., d]`."""
         x = getattr(attention, self.output)(x)
         if self.dropout is None:
             return x
         return getattr(attention, self.dropout)(x)
 
-    def keys_values(
-        self, attention: Any, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def keys_values(self, attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """`[B, T, d] -> [B, T, G, k]` twice, before the rotary embedding; and,
         where it came with them, the query's."""
         names = "qkv" if self.whole(attention) else "kv"
@@ -77,11 +75,11 @@ class Projections:
         return keys, values, next(iter(queries), None)
 
 
-def _separate(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
+def _separate(attention: Any, x: Tensor, names: str) -> Sequence[Tensor]:
     return [getattr(attention, f"{name}_proj")(x) for name in names]
 
 
-def _stacked(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
+def _stacked(attention: Any, x: Tensor, names: str) -> Sequence[Tensor]:
     """Phi-3's fused projection: queries, then keys, then values."""
     fused = attention.qkv_proj
     width = int(attention.config.num_attention_heads * attention.head_dim)
@@ -93,7 +91,7 @@ def _stacked(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tens
     return part.chunk(len(names), dim=-1)
 
 
-def _fused(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
+def _fused(attention: Any, x: Tensor, names: str) -> Sequence[Tensor]:
     """GPT-2's fused projection, by columns in units of d."""
     fused = attention.c_attn
     width = attention.split_size
@@ -103,7 +101,7 @@ def _fused(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor
     return F.linear(x, fused.weight[:, columns].T, fused.bias[columns]).chunk(len(names), dim=-1)
 
 
-def _by_heads(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
+def _by_heads(attention: Any, x: Tensor, names: str) -> Sequence[Tensor]:
     """GPT-NeoX's fused projection: query, key and value of a head side by side,
     `[..., H, k]` of each."""
     fused = attention.query_key_value
@@ -129,37 +127,37 @@ def _by_heads(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Ten
     return part.unbind(-2)
 
 
-def _split(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+def _split(attention: Any, x: Tensor, name: str) -> Tensor:
     return x.unflatten(-1, (-1, attention.head_dim))
 
 
-def _queries_split(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+def _queries_split(attention: Any, x: Tensor, name: str) -> Tensor:
     if name == "q":
         return x.unflatten(-1, (-1, attention.head_size))
     return x
 
 
-def _head_norm(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+def _head_norm(attention: Any, x: Tensor, name: str) -> Tensor:
     x = _split(attention, x, name)
     if name == "v":
         return x
     return getattr(attention, f"{name}_norm")(x)
 
 
-def _optional_norm(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+def _optional_norm(attention: Any, x: Tensor, name: str) -> Tensor:
     return (_head_norm if attention.use_qk_norm else _split)(attention, x, name)
 
 
-def _clipped(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+def _clipped(attention: Any, x: Tensor, name: str) -> Tensor:
     bound = getattr(attention.config, "clip_qkv", None)
     return _split(attention, x if bound is None else x.clamp(min=-bound, max=bound), name)
 
 
-def _flat_norm(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+def _flat_norm(attention: Any, x: Tensor, name: str) -> Tensor:
     return _clipped(attention, x if name == "v" else getattr(attention, f"{name}_norm")(x), name)
 
 
-def _layernorm(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+def _layernorm(attention: Any, x: Tensor, name: str) -> Tensor:
     """StableLM and Phi: one norm for all heads, or a list of one per head over dimension 1."""
     x = _split(attention, x, name)
     if name == "v" or not attention.qk_layernorm:

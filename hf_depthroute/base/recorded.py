@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from .contexts import hooked
@@ -24,7 +23,7 @@ ATTENTIONS = "attentions"
 ROUTER_LOGITS = "router_logits"
 
 
-_kept: ContextVar[list[torch.Tensor | None] | None] = ContextVar(
+_kept: ContextVar[list[Tensor | None] | None] = ContextVar(
     "depth_route_attention_weights", default=None
 )
 
@@ -53,10 +52,10 @@ def unrecorded(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def kept_weights(attention: nn.Module) -> Iterator[list[torch.Tensor | None]]:
+def kept_weights(attention: nn.Module) -> Iterator[list[Tensor | None]]:
     """Gives a list, which holds the attention weights of the last call of `attention` that this
     thread makes here."""
-    kept: list[torch.Tensor | None] = []
+    kept: list[Tensor | None] = []
     token = _kept.set(kept)
 
     def keep(module: nn.Module, args: object, out: tuple[Any, ...]) -> None:

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor, nn
 
 from .families import Family
 
 # From `[..., n, d]` to `[..., n, d]`, row by row.
-RowMap = Callable[[torch.Tensor], torch.Tensor]
+RowMap = Callable[[Tensor], Tensor]
 
 Kwargs = dict[str, Any]  # keyword arguments of a decoder layer
 
 
-def norm_of(layer: torch.nn.Module, family: Family, part: str) -> RowMap:
+def norm_of(layer: nn.Module, family: Family, part: str) -> RowMap:
     """The norm before `part`, `"attention"` or `"ffn"`; where there is none,
     a map that changes nothing."""
     name = getattr(family, f"{part}_norm")
@@ -29,22 +29,20 @@ def norm_of(layer: torch.nn.Module, family: Family, part: str) -> RowMap:
     return getattr(layer, name)
 
 
-def attention_update(
-    layer: torch.nn.Module, family: Family, normed: torch.Tensor, kwargs: Kwargs
-) -> torch.Tensor:
+def attention_update(layer: nn.Module, family: Family, normed: Tensor, kwargs: Kwargs) -> Tensor:
     """The attention's update of the stream, `[B, T, d]`, from its normed input."""
     return behind(layer, family, "attention", getattr(layer, family.attention)(normed, **kwargs)[0])
 
 
 def attended(
-    layer: torch.nn.Module, family: Family, target: torch.Tensor, read: torch.Tensor, kwargs: Kwargs
-) -> torch.Tensor:
+    layer: nn.Module, family: Family, target: Tensor, read: Tensor, kwargs: Kwargs
+) -> Tensor:
     """`target` and the attention's update from the stream `read`, `[B, T, d]`."""
     normed = norm_of(layer, family, "attention")(read)
     return target + attention_update(layer, family, normed, kwargs)
 
 
-def ffn_map(layer: torch.nn.Module, family: Family) -> RowMap:
+def ffn_map(layer: nn.Module, family: Family) -> RowMap:
     """From what the FFN reads to what it adds to the stream: `[..., n, d] -> [..., n, d]`."""
     ffn = getattr(layer, family.ffn)
     if family.ffn_post_norm or family.ffn_dropout or family.residual_scale:
@@ -52,7 +50,7 @@ def ffn_map(layer: torch.nn.Module, family: Family) -> RowMap:
     return ffn
 
 
-def router_of(layer: torch.nn.Module, family: Family) -> torch.nn.Module | None:
+def router_of(layer: nn.Module, family: Family) -> nn.Module | None:
     """The router of a layer's experts, `[N, d] -> (logits [N, E], weights, chosen)`;
     None if the layer has none."""
     ffn = getattr(layer, family.ffn)
@@ -61,7 +59,7 @@ def router_of(layer: torch.nn.Module, family: Family) -> torch.nn.Module | None:
     return None
 
 
-def behind(layer: torch.nn.Module, family: Family, part: str, update: torch.Tensor) -> torch.Tensor:
+def behind(layer: nn.Module, family: Family, part: str, update: Tensor) -> Tensor:
     """A sublayer's output as it is added to the stream: normed, dropped out, scaled,
     whichever its family does."""
     for name in (getattr(family, f"{part}_post_norm"), getattr(family, f"{part}_dropout")):
@@ -72,9 +70,7 @@ def behind(layer: torch.nn.Module, family: Family, part: str, update: torch.Tens
     return update * getattr(layer, family.residual_scale)
 
 
-def normed_for_ffn(
-    layer: torch.nn.Module, family: Family, before: torch.Tensor, after: torch.Tensor
-) -> torch.Tensor:
+def normed_for_ffn(layer: nn.Module, family: Family, before: Tensor, after: Tensor) -> Tensor:
     """The FFN's input, normed, from the streams before and after the attention."""
     read = after
     if family.parallel:
@@ -82,7 +78,7 @@ def normed_for_ffn(
     return norm_of(layer, family, "ffn")(read)
 
 
-def template_norm(layer: torch.nn.Module, family: Family, part: str) -> tuple[Any, bool]:
+def template_norm(layer: nn.Module, family: Family, part: str) -> tuple[Any, bool]:
     """A norm of the kind that a branch in place of `part` starts with,
     and whether its values mean the same there.
 
@@ -95,28 +91,26 @@ def template_norm(layer: torch.nn.Module, family: Family, part: str) -> tuple[An
     return getattr(layer, getattr(family, f"{part}_post_norm")), False
 
 
-def width_of(layer: torch.nn.Module, family: Family) -> int:
+def width_of(layer: nn.Module, family: Family) -> int:
     """`d`, read from a norm of the layer; OLMo's have no weights."""
     norm, _ = template_norm(layer, family, "ffn")
     weight = getattr(norm, "weight", None)
     return int(norm.normalized_shape[-1] if weight is None else weight.shape[-1])
 
 
-def stream_given(args: tuple[Any, ...], kwargs: Kwargs) -> torch.Tensor:
+def stream_given(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     """The stream in what a decoder layer is called with: the first argument, or `hidden_states`."""
     return args[0] if args else kwargs["hidden_states"]
 
 
-def arguments_given(
-    layer: Any, args: tuple[Any, ...], kwargs: Kwargs
-) -> tuple[torch.Tensor, Kwargs]:
+def arguments_given(layer: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Tensor, Kwargs]:
     """The stream, and by name the other arguments, that a swapped layer is called with."""
     named = kwargs | dict(zip(layer._argument_names, args[1:]))
     named.pop("hidden_states", None)
     return stream_given(args, kwargs), named
 
 
-def hidden_of(output: Any) -> torch.Tensor:
+def hidden_of(output: Any) -> Tensor:
     """The stream in what a decoder layer returns; some families return attention weights too."""
     if isinstance(output, tuple):
         return output[0]

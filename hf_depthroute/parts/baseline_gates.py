@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..base.distributed import rows_of_all
 from ..base.lm_head import LMHead
@@ -29,7 +30,7 @@ class RandomGate(Gate):
 
     def __init__(self, width: int, config: object, scores: int = 1) -> None:
         super().__init__(width, config, scores)
-        self.weight: torch.Tensor
+        self.weight: Tensor
         self.register_buffer("weight", torch.zeros(scores, width))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -38,7 +39,7 @@ class RandomGate(Gate):
     def weights_per_token(self) -> int:
         return self.weight.numel()
 
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
+    def forward(self, a: Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
         with torch.autocast(a.device.type, enabled=False):
             scores = F.linear(a.float(), self.weight.float())
         return {"scores": scores.squeeze(-1) if self.weight.shape[0] == 1 else scores}
@@ -70,7 +71,7 @@ class ExitGate(Gate):
         return int(weight.numel())
 
     @torch.no_grad()
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+    def forward(self, a: Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         logits = self._lm_head[0](a).float()
         return {"scores": -(logits.amax(-1) - logits.logsumexp(-1)).exp()}
 
@@ -94,14 +95,14 @@ class SinkGate(Thresholds, Gate):
 
     def __init__(self, width: int, config: object, scores: int = 1) -> None:
         super().__init__(width, config, scores)
-        self.log_bound: torch.Tensor
+        self.log_bound: Tensor
         self.register_buffer("log_bound", torch.tensor(_NO_SINKS))
 
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+    def forward(self, a: Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         size = a.float().square().mean(-1).clamp(min=_NOTHING).log() / 2
         return {"scores": size - self.log_bound.float()}
 
-    def set_bound(self, stream_Nd: torch.Tensor) -> None:
+    def set_bound(self, stream_Nd: Tensor) -> None:
         """Half-way, on a logarithmic scale, between the stream's sinks and other tokens."""
         sizes_N, sinks_N = norms_and_sinks(stream_Nd)
         sizes_N = rows_of_all(sizes_N)
@@ -121,7 +122,7 @@ class StaticGate(Gate):
         super().__init__(width, config, scores)
         self._scores = scores
 
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
+    def forward(self, a: Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
         shape: tuple[int, ...] = a.shape[:-1]
         if self._scores != 1:
             shape = (*shape, self._scores)

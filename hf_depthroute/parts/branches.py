@@ -15,10 +15,10 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from accelerate.utils import align_module_device
-from torch import nn
+from torch import Tensor, nn
 
 T = TypeVar("T")
-TensorMap = Callable[[torch.Tensor], torch.Tensor]
+TensorMap = Callable[[Tensor], Tensor]
 
 
 class TransientCache(dict[Any, Any]):
@@ -29,7 +29,7 @@ class TransientCache(dict[Any, Any]):
         return TransientCache, ()
 
 
-def version_key(*tensors: torch.Tensor | None) -> tuple[tuple[int, int], ...] | None:
+def version_key(*tensors: Tensor | None) -> tuple[tuple[int, int], ...] | None:
     """Changes with a write that PyTorch counts; None if nothing may be kept.
 
     A write through `tensor.data`, by NumPy or by a fused optimizer is not counted. So what is kept
@@ -62,7 +62,7 @@ class Deriving(nn.Module):
         return super().train(mode)
 
     def derived(
-        self, make: Callable[[], T], kind: object, *tensors: torch.Tensor | None, keeps: bool = True
+        self, make: Callable[[], T], kind: object, *tensors: Tensor | None, keeps: bool = True
     ) -> T:
         """`make()`, or what it was for this `kind` while `tensors` are the same;
         nothing stays unless it `keeps`."""
@@ -89,19 +89,19 @@ class MixedLinear(Deriving, nn.Linear):
     multiplying with them.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         bias = self.bias
         if weight.dtype != x.dtype:
             weight, bias = self.cast(x.dtype)
         return F.linear(x, weight, bias)
 
-    def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+    def cast(self, dtype: torch.dtype) -> tuple[Tensor, Any]:
         """Weight and bias in `dtype`."""
         weight = self.weight
         bias = self.bias
 
-        def made() -> tuple[torch.Tensor, Any]:
+        def made() -> tuple[Tensor, Any]:
             return weight.to(dtype), None if bias is None else bias.to(dtype)
 
         # A parametrized weight is none of the parameters.
@@ -141,22 +141,22 @@ class LowRankBranch(nn.Module):
         if self.down.bias is not None:
             nn.init.zeros_(self.down.bias)
 
-    def forward(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
+    def forward(self, a: Tensor) -> Tensor:  # [..., d] -> [..., d]
         return self.down(self.hidden(self.normed(a).to(a.dtype)))
 
     # [..., d] -> [..., d], in the dtype of the norm's weights
-    def normed(self, a: torch.Tensor) -> torch.Tensor:
+    def normed(self, a: Tensor) -> Tensor:
         """`LN_cheap(a)`; CUDA has no layer norm of one dtype with weights of another."""
         weight = getattr(self.norm, "weight", None)
         if weight is not None and not isinstance(self.norm, RMSNorm):
             a = a.to(weight.dtype)
         return self.norm(a)
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
+    def features(self, x: Tensor) -> Tensor:  # [..., d] -> [..., r]
         """The input of `down`, from the output of `normed`, in the dtype of the weights."""
         return self.hidden(x.to(self.up.weight.dtype))
 
-    def hidden(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
+    def hidden(self, x: Tensor) -> Tensor:  # [..., d] -> [..., r]
         """The input of `down`, from the output of `normed`, in the dtype of `x`."""
         return F.silu(self.up(x))
 
@@ -184,7 +184,7 @@ class RMSNorm(nn.Module):
         self.weight = weight
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d], float32
+    def forward(self, x: Tensor) -> Tensor:  # [..., d] -> [..., d], float32
         # The weight too: CUDA has one kernel where both are alike, and several otherwise.
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
 
@@ -196,7 +196,7 @@ class RMSNorm(nn.Module):
         return lambda x: F.rms_norm(x.float(), shape, weight, eps)
 
 
-def rms_of(norm: Any) -> tuple[torch.Tensor, float] | None:
+def rms_of(norm: Any) -> tuple[Tensor, float] | None:
     """Weight and epsilon of a norm of transformers that is `w * x / rms(x)`; None for any other."""
     if hasattr(norm, "variance_epsilon") and type(norm).__name__.endswith("RMSNorm"):
         return norm.weight, norm.variance_epsilon
@@ -223,7 +223,7 @@ def copy_norm(norm: Any) -> nn.Module:
     return copied
 
 
-def _known_values(name: str, parameter: torch.Tensor) -> torch.Tensor:
+def _known_values(name: str, parameter: Tensor) -> Tensor:
     """A float32 copy; of a parameter without values (on the meta device),
     a norm's usual starting values."""
     if parameter.is_meta:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from .branches import LowRankBranch, MixedLinear, RMSNorm, TensorMap, reset_linear
 from .gate import Gate, GateOutput, GateSizes, ScoreHead, default_hidden
@@ -56,7 +56,7 @@ class BottleneckGate(Gate):
         self.dec = MixedLinear(hidden, width, bias=False)
         self.score = ScoreHead(width, scores, bias=False)
 
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+    def forward(self, a: Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         return {"scores": self.score(self.dec(torch.tanh(self.norm(self.enc(a))).to(a.dtype)))}
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
@@ -85,7 +85,7 @@ class SwiGLUBranch(LowRankBranch):
         super().reset_parameters(generator)
         reset_linear(self.gate, generator)
 
-    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+    def hidden(self, x: Tensor) -> Tensor:
         return F.silu(self.gate(x)) * self.up(x)
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
@@ -94,7 +94,7 @@ class SwiGLUBranch(LowRankBranch):
         down, down_bias = self.down.cast(dtype)
         norm = self.norm_for_decoding()
 
-        def update(a: torch.Tensor) -> torch.Tensor:
+        def update(a: Tensor) -> Tensor:
             y = norm(a).to(dtype)
             hidden = F.silu(F.linear(y, gate, gate_bias)) * F.linear(y, up, up_bias)
             return F.linear(hidden, down, down_bias)

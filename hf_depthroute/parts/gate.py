@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from .branches import TensorMap, reset_linear
 
 if TYPE_CHECKING:
     from ..base.lm_head import LMHead
 
-GateOutput = dict[str, torch.Tensor]
+GateOutput = dict[str, Tensor]
 
 
 class GateSizes(Protocol):
@@ -44,10 +44,10 @@ class ScoreMaps(NamedTuple):
         out_bias: `[1]`, or None.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    out: torch.Tensor | None = None
-    out_bias: torch.Tensor | None = None
+    weight: Tensor
+    bias: Tensor | None
+    out: Tensor | None = None
+    out_bias: Tensor | None = None
 
 
 class ScoreHead(nn.Linear):
@@ -58,13 +58,13 @@ class ScoreHead(nn.Linear):
         super().__init__(features, outputs, bias=bias)
 
     # [..., features] -> [...], or [..., outputs] where several
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self._score(x)
         return self._score(x)
 
-    def _score(self, x: torch.Tensor) -> torch.Tensor:
+    def _score(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
         if self.out_features > 1:
             return F.linear(x.float(), self.weight.float(), bias)
@@ -89,8 +89,8 @@ class Thresholds(nn.Module):
     """Numbers that scores are compared with: they go to the model's device, and keep their dtype
     where `model.to(dtype)` changes the model's. Rounded, they would decide otherwise."""
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def moved(tensor: Tensor) -> Tensor:
             made = fn(tensor)
             return made if made.dtype is tensor.dtype else tensor.to(made.device)
 
@@ -181,7 +181,7 @@ class Gate(nn.Module, ABC):
                     setattr(cls, name, getattr(Gate, name))
 
     @abstractmethod
-    def forward(self, a: torch.Tensor) -> GateOutput:
+    def forward(self, a: Tensor) -> GateOutput:
         """`"scores"`, float32 `[B, T]` or per expert `[B, T, E]`, of `a` `[B, T, d]`;
         and its `outputs` by name."""
 
@@ -198,13 +198,7 @@ class Gate(nn.Module, ABC):
     def connect(self, lm_head: LMHead) -> None:
         """Take the model's `base.lm_head.LMHead`, where `reads_logits`."""
 
-    def fit(
-        self,
-        a_Nd: torch.Tensor,
-        y_N: torch.Tensor,
-        seed: int,
-        always_Sd: torch.Tensor | None = None,
-    ) -> None:
+    def fit(self, a_Nd: Tensor, y_N: Tensor, seed: int, always_Sd: Tensor | None = None) -> None:
         """Fit the scores to `y` without training, where `is_fitted`.
 
         Args:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from .baseline_gates import ExitGate, RandomGate, SinkGate, StaticGate
 from .branches import Deriving, MixedLinear, TensorMap, reset_linear
@@ -43,7 +43,7 @@ class MLPGate(Gate):
         self.hidden = MixedLinear(width, hidden)
         self.score = ScoreHead(hidden, scores)
 
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+    def forward(self, a: Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         return {"scores": self.score(F.silu(self.hidden(a)))}
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
@@ -56,13 +56,7 @@ class MLPGate(Gate):
             self.hidden.weight, self.hidden.bias, self.score.weight.squeeze(0), self.score.bias
         )
 
-    def fit(
-        self,
-        a_Nd: torch.Tensor,
-        y_N: torch.Tensor,
-        seed: int,
-        always_Sd: torch.Tensor | None = None,
-    ) -> None:
+    def fit(self, a_Nd: Tensor, y_N: Tensor, seed: int, always_Sd: Tensor | None = None) -> None:
         """In closed form (`fit_scores`, from random directions),
         then by `_STEPS` steps of gradient descent."""
         fit_scores(self.hidden, self.score, a_Nd, y_N, seed, always_Sd)
@@ -109,7 +103,7 @@ class JEPAGate(Deriving, Gate):
         return super().weights_per_token() + again
 
     # [B, T, d] -> scores [B, T], q [B, T, summary_dim]
-    def forward(self, a: torch.Tensor) -> GateOutput:
+    def forward(self, a: Tensor) -> GateOutput:
         context_map, offsets, decide, decide_bias = self._parts(a)
         # [B, T, 2, summary_dim]
         q = self.predict(F.silu(self._shared(a.detach(), context_map) + offsets))
@@ -124,14 +118,14 @@ class JEPAGate(Deriving, Gate):
         predict, predict_bias = self.predict.cast(dtype)
         score = self.score.for_decoding()
 
-        def scores(a: torch.Tensor) -> torch.Tensor:
+        def scores(a: Tensor) -> Tensor:
             shared = F.linear(F.linear(a, context, context_bias), context_map)[..., None, :]
             q = F.linear(F.silu(shared + offsets), predict, predict_bias)
             return score(F.silu(F.linear(q.flatten(-2), decide, decide_bias)))
 
         return scores
 
-    def _shared(self, x: torch.Tensor, context_map: torch.Tensor) -> torch.Tensor:
+    def _shared(self, x: Tensor, context_map: Tensor) -> Tensor:
         """The context's part of P's first map, the same for both actions:
         `[B, T, d] -> [B, T, 1, summary_dim]`."""
         if not self.training:
@@ -143,7 +137,7 @@ class JEPAGate(Deriving, Gate):
             bias = context_map @ self.context.bias
         return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))[..., None, :]
 
-    def _parts(self, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _parts(self, a: Tensor) -> tuple[Tensor, ...]:
         """The maps with the action embeddings folded in, for input like `a`.
 
         Returns:
@@ -157,7 +151,7 @@ class JEPAGate(Deriving, Gate):
         autocast = torch.is_autocast_enabled(a.device.type)
         casts = not (autocast or self.training or torch.is_grad_enabled())
 
-        def made() -> tuple[torch.Tensor, ...]:
+        def made() -> tuple[Tensor, ...]:
             sizes = [self.context.out_features, actions.shape[1]]
             context_map, action_map = predict.weight.split(sizes, dim=1)
             w1, w2, w3 = decide.weight.chunk(3, dim=1)
@@ -196,7 +190,7 @@ class LinearGate(Gate):
     def score_maps(self) -> ScoreMaps:
         return ScoreMaps(self.score.weight, self.score.bias)
 
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
+    def forward(self, a: Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
         return {"scores": self.score(a)}
 
 
@@ -218,13 +212,7 @@ class AffineGate(LinearGate):
         reset_linear(self.score, generator)
 
     @torch.no_grad()
-    def fit(
-        self,
-        a_Nd: torch.Tensor,
-        y_N: torch.Tensor,
-        seed: int,
-        always_Sd: torch.Tensor | None = None,
-    ) -> None:
+    def fit(self, a_Nd: Tensor, y_N: Tensor, seed: int, always_Sd: Tensor | None = None) -> None:
         """Ridge regression of `y`, in closed form.
 
         The tokens that have to run in full are rows with a `y` of 30, which weigh a tenth of the
@@ -269,7 +257,7 @@ class HaltingGate(Gate):
         super().reset_parameters(generator)
         nn.init.constant_(self.score.bias, -1.0)
 
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+    def forward(self, a: Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         return {"scores": -self.score(F.relu(self.hidden(a)))}
 
 
@@ -303,7 +291,7 @@ class TargetProjection(nn.Linear):
             nn.init.orthogonal_(self.weight, generator=generator)
 
     @torch.no_grad()
-    def forward(self, h: torch.Tensor) -> torch.Tensor:  # [B, T, d] -> [B, T, summary_dim]
+    def forward(self, h: Tensor) -> Tensor:  # [B, T, d] -> [B, T, summary_dim]
         weight: Any = self.weight
         # FSDP has it sharded again outside the layer that owns it.
         if hasattr(weight, "full_tensor"):

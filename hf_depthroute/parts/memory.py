@@ -26,7 +26,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from .branches import MixedLinear, RMSNorm, TensorMap, TransientCache, reset_linear
 from .gate import Gate, GateOutput
@@ -65,11 +65,8 @@ def embedding_width(config: MemorySizes) -> int:
 
 
 def suffixes(
-    ids_BT: torch.Tensor,
-    order: int,
-    real_BT: torch.Tensor | None = None,
-    starts_BT: torch.Tensor | None = None,
-) -> torch.Tensor:
+    ids_BT: Tensor, order: int, real_BT: Tensor | None = None, starts_BT: Tensor | None = None
+) -> Tensor:
     """Every token with the `order - 1` before it, the newest first.
 
     Args:
@@ -94,7 +91,7 @@ def suffixes(
     return torch.stack(columns, dim=-1)
 
 
-def continued(ngrams_BTN: torch.Tensor, before_BM: torch.Tensor) -> torch.Tensor:
+def continued(ngrams_BTN: Tensor, before_BM: Tensor) -> Tensor:
     """`suffixes` of a call that goes on where another ended,
     whose last `M = N - 1` tokens are given, newest first."""
     if ngrams_BTN.shape[1] == 1:  # a decoding step, in fewer operators
@@ -107,9 +104,7 @@ def continued(ngrams_BTN: torch.Tensor, before_BM: torch.Tensor) -> torch.Tensor
     return filled
 
 
-def over_padding(
-    held_BTM: torch.Tensor, real_BT: torch.Tensor, before_BM: torch.Tensor | None
-) -> torch.Tensor:
+def over_padding(held_BTM: Tensor, real_BT: Tensor, before_BM: Tensor | None) -> Tensor:
     """The last `M` tokens at every position, where padding has those of the last real
     position before it.
 
@@ -167,7 +162,7 @@ class NgramMemory(nn.Module):
         """Weights that one token multiplies with: those of `W_V`."""
         return self.value.weight.numel()
 
-    def slots(self, ngrams: torch.Tensor) -> torch.Tensor:
+    def slots(self, ngrams: Tensor) -> Tensor:
         """The rows of the table that n-grams hit, int64 `[..., N] -> [..., S]`."""
         multipliers_NS, primes_S, offsets_S = self._constants(ngrams.device)
         tokens = ngrams.clamp(min=MISSING) + 1  # [..., N], 0 where there is none
@@ -177,7 +172,7 @@ class NgramMemory(nn.Module):
             mixed = mixed ^ (tokens[..., place : place + 1] * multipliers_NS[place])
         return mixed % primes_S + offsets_S
 
-    def forward(self, ngrams: torch.Tensor) -> torch.Tensor:
+    def forward(self, ngrams: Tensor) -> Tensor:
         """`e`, `[..., N] -> [..., E]`."""
         return F.embedding(self.slots(ngrams.to(self.table.device)), self.table).flatten(-2)
 
@@ -186,11 +181,11 @@ class NgramMemory(nn.Module):
         weight, _ = self.value.cast(dtype)
         return lambda ngrams: F.linear(self(ngrams).to(dtype), weight)
 
-    def update(self, ngrams: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def update(self, ngrams: Tensor, dtype: torch.dtype) -> Tensor:
         """`v` in the stream's dtype, `[..., N] -> [..., d]`."""
         return self.value(self(ngrams).to(dtype))
 
-    def _constants(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if device not in self._on_device:
             numbers = (self._multipliers, self._primes, self._offsets)
             self._on_device[device] = tuple(torch.tensor(part, device=device) for part in numbers)
@@ -225,7 +220,7 @@ class MemoryGate(Gate):
         nn.init.ones_(self.stream_norm.weight)
         nn.init.ones_(self.key_norm.weight)
 
-    def forward(self, x: torch.Tensor) -> GateOutput:  # [B, T, d + E] -> scores [B, T]
+    def forward(self, x: Tensor) -> GateOutput:  # [B, T, d + E] -> scores [B, T]
         h, e = x.split([self.key.out_features, self.key.in_features], dim=-1)
         with torch.autocast(x.device.type, enabled=False):
             products = self.stream_norm(h) * self.key_norm(self.key(e))

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.distributed import total
 from ..base.readable import is_readable, is_watched, is_whole
@@ -49,7 +49,7 @@ class NeuronBranch(Deriving):
     def __init__(self, norm: nn.Module | None, ffn: nn.Module, width: int, count: int) -> None:
         super().__init__()
         self._base: tuple[Any, Any] = (norm, ffn)
-        self.neurons: torch.Tensor
+        self.neurons: Tensor
         self.register_buffer("neurons", torch.arange(count))
         self.down = MixedLinear(count, width)
 
@@ -57,20 +57,20 @@ class NeuronBranch(Deriving):
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
-    def forward(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
+    def forward(self, a: Tensor) -> Tensor:  # [..., d] -> [..., d]
         return self.down(self.features(self.normed(a)).to(a.dtype))
 
-    def normed(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
+    def normed(self, a: Tensor) -> Tensor:  # [..., d] -> [..., d]
         norm = self._base[0]
         return a if norm is None else norm(a)
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
+    def features(self, x: Tensor) -> Tensor:  # [..., d] -> [..., r]
         ffn = self._base[1]
         maps = self._maps()
         if not self._may_read(x.device):
             return self._whole(x)[..., self.neurons]
         projected = F.linear(x.to(maps[0].weight.dtype), *self.rows()).chunk(len(maps), -1)
-        hidden: torch.Tensor = ffn.act_fn(projected[0])
+        hidden: Tensor = ffn.act_fn(projected[0])
         if len(maps) == 1:
             return hidden
         return hidden * projected[1]
@@ -99,14 +99,14 @@ class NeuronBranch(Deriving):
             return []
         return [norm, *read, ffn]
 
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def rows(self) -> tuple[Tensor, Tensor | None]:
         """Copies of the base's weights of the chosen neurons, `[2 r, d]`,
         or without a gate `[r, d]`; and of biases."""
         maps = self._maps()
         weights = [linear.weight for linear in maps]
         biases = [linear.bias for linear in maps]
 
-        def made() -> tuple[torch.Tensor, torch.Tensor | None]:
+        def made() -> tuple[Tensor, Tensor | None]:
             weight = torch.cat([part[self.neurons] for part in weights])
             if biases[0] is None:
                 return weight, None
@@ -136,9 +136,7 @@ class NeuronBranch(Deriving):
         return len(self._maps()) * len(self.neurons) * self.down.out_features
 
     @torch.no_grad()
-    def energy(
-        self, x_Nd: torch.Tensor, weight_N: torch.Tensor, metric_dd: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def energy(self, x_Nd: Tensor, weight_N: Tensor, metric_dd: Tensor | None = None) -> Tensor:
         """`sum_n weight_n h_nj^2 |W_down[:, j] L|^2` of every neuron of the FFN, `[m]`;
         of many rows, some are read.
 
@@ -156,17 +154,17 @@ class NeuronBranch(Deriving):
         return energy_m * output_md.square().sum(1).to(energy_m)
 
     @torch.no_grad()
-    def choose(self, energy_m: torch.Tensor) -> None:
+    def choose(self, energy_m: Tensor) -> None:
         """Take the neurons with the most energy."""
         self.neurons.copy_(energy_m.topk(len(self.neurons)).indices.sort().values)
         self._derived.clear()
 
     @torch.no_grad()
-    def own_output(self) -> torch.Tensor:
+    def own_output(self) -> Tensor:
         """The FFN's own output of the chosen neurons, float32 `[r, d]`."""
         return self._outputs(self.neurons)
 
-    def _outputs(self, neurons_r: torch.Tensor) -> torch.Tensor:
+    def _outputs(self, neurons_r: Tensor) -> Tensor:
         """The FFN's output of these neurons, float32 `[r, d]`: its weights,
         or what it makes of each alone."""
         down: Any = self._base[1].down_proj
@@ -178,15 +176,15 @@ class NeuronBranch(Deriving):
         units_rm = F.one_hot(neurons_r, count).to(_dtype_of(self._base[1], self.down.weight))
         return (down(units_rm) - down(torch.zeros_like(units_rm[:1]))).float()
 
-    def _whole(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., m]
+    def _whole(self, x: Tensor) -> Tensor:  # [..., d] -> [..., m]
         """The whole intermediate, by calls of the base's modules."""
         ffn = self._base[1]
         x = x.to(_dtype_of(ffn, x))
         first, *others = (linear(x) for linear in self._maps())
-        hidden: torch.Tensor = ffn.act_fn(first)
+        hidden: Tensor = ffn.act_fn(first)
         return hidden * others[0] if others else hidden
 
-    def has(self, neurons_r: torch.Tensor) -> bool:
+    def has(self, neurons_r: Tensor) -> bool:
         """Whether the FFN has such neurons; waits for the device."""
         return bool(((neurons_r >= 0) & (neurons_r < (neurons_of(self._base[1]) or 0))).all())
 
@@ -202,19 +200,19 @@ class NeuronStep:
 
     def __init__(self, branch: NeuronBranch, dtype: torch.dtype) -> None:
         self._norm, self._ffn = branch._base
-        weight, self._eps = cast("tuple[torch.Tensor, float]", rms_of(self._norm))
+        weight, self._eps = cast("tuple[Tensor, float]", rms_of(self._norm))
         self._scale = weight.detach().float()
         self._shape = weight.shape
         self._neurons = branch.neurons
         self._weight, self._bias = branch.rows()
         self._down, self._down_bias = branch.down.cast(dtype)
 
-    def __call__(self, a: torch.Tensor) -> torch.Tensor:
+    def __call__(self, a: Tensor) -> Tensor:
         x = F.rms_norm(a.float(), self._shape, self._scale, self._eps).to(a.dtype)
         gate, up = F.linear(x, self._weight, self._bias).chunk(2, -1)
         return F.linear(self._ffn.act_fn(gate) * up, self._down, self._down_bias)
 
-    def both(self, a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def both(self, a: Tensor, index: Tensor) -> Tensor:
         """The FFN's update at the rows in `index`, the branch's at the others, `[B, 1, d]`.
 
         The neurons are columns of the FFN's intermediate, which is computed for every row: while
@@ -236,6 +234,6 @@ def neurons_of(ffn: nn.Module) -> int | None:
     return getattr(parts["up_proj"], "out_features", None)
 
 
-def _dtype_of(ffn: nn.Module, x: torch.Tensor) -> torch.dtype:
+def _dtype_of(ffn: nn.Module, x: Tensor) -> torch.dtype:
     """The dtype that the FFN computes in; that of `x` where its weights do not say."""
     return next((p.dtype for p in ffn.parameters() if p.is_floating_point()), x.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.distributed import own_rows, rows_of_all, total
 
@@ -22,7 +22,7 @@ _NEARLY_LINEAR = 0.1  # standard deviation of the input of a SiLU that is to be 
 ALWAYS = 100.0
 
 
-def moments(x_Nd: torch.Tensor, y_Nm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moments(x_Nd: Tensor, y_Nm: Tensor) -> tuple[Tensor, Tensor]:
     """`x^T x` `[d, d]` and `x^T y` `[d, m]`, float64; of more than 1,024 rows,
     sums of float32 products of so many."""
     if len(x_Nd) <= _ADDED:
@@ -38,12 +38,12 @@ def moments(x_Nd: torch.Tensor, y_Nm: torch.Tensor) -> tuple[torch.Tensor, torch
     return total(gram), total(cross)
 
 
-def count_of_all(rows: torch.Tensor) -> torch.Tensor:
+def count_of_all(rows: Tensor) -> Tensor:
     """The number of rows of all processes, float32 `[]`."""
     return total(torch.tensor(float(len(rows)), device=rows.device))
 
 
-def ridge_weights(gram_dd: torch.Tensor, cross_dm: torch.Tensor, penalty: float) -> torch.Tensor:
+def ridge_weights(gram_dd: Tensor, cross_dm: Tensor, penalty: float) -> Tensor:
     """The weights `[d, m]` of ridge regression, from `x^T x` and `x^T y`.
 
     Args:
@@ -59,7 +59,7 @@ def ridge_weights(gram_dd: torch.Tensor, cross_dm: torch.Tensor, penalty: float)
     return torch.cholesky_solve(cross_dm, factor_dd)
 
 
-def norms_and_sinks(after_Nd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def norms_and_sinks(after_Nd: Tensor) -> tuple[Tensor, Tensor]:
     """How large each token's stream is, and which tokens are attention sinks.
 
     In large models the stream of the first token of a sequence, and of a few others, is 100 times
@@ -78,9 +78,7 @@ def norms_and_sinks(after_Nd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return norms_N.clamp(min=float(1e-6 * middle)), norms_N > _SINK * middle
 
 
-def separating_unit(
-    x_Nd: torch.Tensor, apart_Sd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def separating_unit(x_Nd: Tensor, apart_Sd: Tensor) -> tuple[Tensor, Tensor]:
     """Weights `[d]` and bias `[]` of a map that is at least 20 at the rows in `apart`,
     and at most -20 at the others.
 
@@ -103,9 +101,7 @@ def separating_unit(
     return weights_d, -_RANGE * (low + high) / (low - high).clamp(min=1e-30) - weights_d @ mean_d
 
 
-def leading_directions(
-    gram_dd: torch.Tensor, cross_dm: torch.Tensor, rank: int, penalty: float
-) -> torch.Tensor:
+def leading_directions(gram_dd: Tensor, cross_dm: Tensor, rank: int, penalty: float) -> Tensor:
     """Reduced-rank regression: the `r` directions `[r, d]` of `x` from which `y` is predicted best
     by a linear map.
 
@@ -129,9 +125,7 @@ def leading_directions(
     return (weights_dm @ basis_mr).T
 
 
-def sizes_of(
-    directions_du: torch.Tensor, gram_dd: torch.Tensor, weight: torch.Tensor
-) -> torch.Tensor:
+def sizes_of(directions_du: Tensor, gram_dd: Tensor, weight: Tensor) -> Tensor:
     """The root mean square of `x` along each direction, `[u]`,
     at least a millionth of the largest one.
 
@@ -152,10 +146,10 @@ def sizes_of(
 def fit_scores(
     hidden: nn.Linear,
     score: nn.Linear,
-    x_Nd: torch.Tensor,
-    y_N: torch.Tensor,
+    x_Nd: Tensor,
+    y_N: Tensor,
     seed: int,
-    always_Sd: torch.Tensor | None,
+    always_Sd: Tensor | None,
 ) -> None:
     """Fit `score(SiLU(hidden(x)))` to `y` in closed form: hidden units are chosen,
     and the scores are a ridge on them.
@@ -208,8 +202,8 @@ def fit_scores(
 def refine_scores(
     hidden: nn.Linear,
     score: nn.Linear,
-    x_Nd: torch.Tensor,
-    y_N: torch.Tensor,
+    x_Nd: Tensor,
+    y_N: Tensor,
     seed: int,
     steps: int,
     units: int,

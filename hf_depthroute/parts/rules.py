@@ -210,7 +210,7 @@ def selections() -> tuple[str, ...]:
     return tuple(name for name, rule in RULES.items() if rule.trains)
 
 
-def budget_count(budget: float, count: torch.Tensor) -> torch.Tensor:
+def budget_count(budget: float, count: Tensor) -> Tensor:
     """`ceil(budget * count)` in exact arithmetic, elementwise on an integer tensor.
 
     The budget is read as the decimal number that it prints as: 0.07 of 100 tokens is 7 (floating
@@ -227,9 +227,7 @@ def _as_fraction(budget: float) -> tuple[int, int]:
     return exact.numerator, exact.denominator
 
 
-def topk_mask(
-    scores_BT: torch.Tensor, budget: float, token_mask_BT: torch.Tensor | None = None
-) -> torch.Tensor:
+def topk_mask(scores_BT: Tensor, budget: float, token_mask_BT: Tensor | None = None) -> Tensor:
     """The `k = ceil(budget * n)` highest scores of each sequence, `n` its number of real tokens.
 
     Ties go to the lowest index, so that exactly `k` tokens are chosen. This rule looks at the whole
@@ -288,10 +286,8 @@ def ranks_among_earlier(scores_BT: Tensor, earlier_BP: Tensor | None) -> tuple[T
 
 
 def threshold_mask(
-    scores_BT: torch.Tensor,
-    threshold: torch.Tensor | float,
-    token_mask_BT: torch.Tensor | None = None,
-) -> torch.Tensor:
+    scores_BT: Tensor, threshold: Tensor | float, token_mask_BT: Tensor | None = None
+) -> Tensor:
     """`score >= threshold`, token by token: causal, the same in prefill and decode.
 
     Bool `[B, T]`.
@@ -299,9 +295,7 @@ def threshold_mask(
     return where_real(scores_BT >= threshold, token_mask_BT)
 
 
-def tail_mask(
-    ends: torch.Tensor, count: int, token_mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def tail_mask(ends: Tensor, count: int, token_mask: Tensor | None = None) -> Tensor:
     """The last `count` real tokens of every sequence, of a shorter one all of them. Bool `[B, T]`.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...base.families import Family
 from ...base.sublayers import attention_update, behind, ffn_map, norm_of, normed_for_ffn
@@ -39,7 +39,7 @@ class AttentionTarget(Target):
     norm_of = "attention"
     decode_step: ClassVar[type[DecodeStep] | None] = AttentionStep
 
-    def norm(self, layer: torch.nn.Module, family: Family, stream: Tensor) -> Tensor:
+    def norm(self, layer: nn.Module, family: Family, stream: Tensor) -> Tensor:
         return norm_of(layer, family, "attention")(stream)
 
     def full(self, call: RoutedCall) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...base.families import Family
 from ...base.readable import any_drops
@@ -36,12 +36,12 @@ class FFNTarget(Target):
     row_wise = True
     decode_step: ClassVar[type[DecodeStep] | None] = DecodeStep
 
-    def enter(self, layer: torch.nn.Module, family: Family, h: Tensor, kwargs: Kwargs) -> Tensor:
+    def enter(self, layer: nn.Module, family: Family, h: Tensor, kwargs: Kwargs) -> Tensor:
         if family.parallel:
             return h
         return attended(layer, family, h, h, kwargs)
 
-    def norm(self, layer: torch.nn.Module, family: Family, stream: Tensor) -> Tensor:
+    def norm(self, layer: nn.Module, family: Family, stream: Tensor) -> Tensor:
         return norm_of(layer, family, "ffn")(stream)
 
     def full(self, call: RoutedCall) -> Tensor:

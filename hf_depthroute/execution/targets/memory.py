@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...base.families import Family
 from ...base.sublayers import Kwargs, hidden_of
@@ -76,7 +76,7 @@ class MemoryTarget(Target):
         retrieved = memory(ngrams).to(h)
         return MemoryTarget(retrieved, memory.value(retrieved))
 
-    def norm(self, layer: torch.nn.Module, family: Family, stream: Tensor) -> Tensor:
+    def norm(self, layer: nn.Module, family: Family, stream: Tensor) -> Tensor:
         return stream
 
     def decide(
