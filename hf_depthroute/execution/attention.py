@@ -29,8 +29,7 @@ _CAUSAL_SLICE = 256
 
 
 def supports_subset(attention: nn.Module, style: str | None, kwargs: Kwargs) -> bool:
-    """Whether `attended_rows` can stand in for a call of `attention`;
-    otherwise it has to run for every token."""
+    """Whether `attended_rows` can stand in for a call of `attention`."""
     config: Any = attention.config
     kind = config._attn_implementation
     return (
@@ -57,17 +56,9 @@ def supports_rows(attention: Any, style: str | None, x: Tensor, kwargs: Kwargs) 
 
 
 def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: Kwargs) -> Tensor:
-    """The attention's output at the tokens in `mask`; all tokens enter the KV cache.
+    """The attention's output at the tokens in `mask`, `[B, T]`: `[N, d]`, in their order.
 
-    Args:
-        attention: The attention module.
-        style: A key of `STYLES`.
-        x: What the attention reads, `[B, T, d]`.
-        mask: Bool `[B, T]`.
-        kwargs: What the decoder layer was called with.
-
-    Returns:
-        `[N, d]`, in the order of `mask.nonzero()`.
+    All tokens of `x`, `[B, T, d]`, enter the KV cache. `style` is a key of `STYLES`.
     """
     make = STYLES[style]
     keys, values, projected, embeddings = _keys_values(attention, make, x, kwargs)
@@ -106,9 +97,7 @@ def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: K
                 allowed[..., : keys.shape[2]].expand(len(mask), -1, -1, -1).transpose(1, 2)[mask]
             )
             shape = (len(used_R), padded.shape[2], *allowed.shape[1:])  # [R, Q, 1 or H, S]
-            free = (
-                allowed.new_ones(shape) if allowed.dtype == torch.bool else allowed.new_zeros(shape)
-            )
+            free = allowed.new_full(shape, allowed.dtype == torch.bool)  # every key is visible
             free[row_N, slot_N] = allowed
             allowed = free.transpose(1, 2)
         out = _run(attention, make, padded, keys, values, allowed)
@@ -170,47 +159,36 @@ def _keys_values(
 
 
 def _run(
-    attention: Any,
-    make: Projections,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    allowed: Tensor | None,
+    attention: Any, make: Projections, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None
 ) -> Tensor:
-    """The model's own attention kernel: `[R, H, Q, k]` to `[R, Q, H, k]`."""
+    """The model's own attention kernel: queries `[R, H, Q, k]` to `[R, Q, H, k]`."""
     # A model that runs has loaded it.
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kind = attention.config._attn_implementation
     eager = _source_of(attention).eager_attention_forward
     kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
-    if kind == "eager" and allowed is not None and allowed.dtype == torch.bool:
-        allowed = torch.where(allowed, 0.0, torch.finfo(queries.dtype).min).to(queries.dtype)
+    if kind == "eager" and seen is not None and seen.dtype == torch.bool:
+        seen = torch.where(seen, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
     how = {"dropout": 0.0, "scaling": attention.scaling}
     if make.softcap:
         how["softcap"] = attention.attn_logit_softcapping
-    return kernel(attention, queries, keys, values, allowed, **how)[0]
+    return kernel(attention, q, keys, values, seen, **how)[0]
 
 
 def _causal(
-    attention: Any,
-    make: Projections,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    time_RQ: Tensor,
+    attention: Any, make: Projections, q: Tensor, keys: Tensor, values: Tensor, time_RQ: Tensor
 ) -> Tensor:
     """Without a mask: token `t` sees keys `0..t`.
 
     Queries are cut into slices that see no more keys than they need.
     """
     parts = []
-    for part, time in zip(queries.split(_CAUSAL_SLICE, dim=2), time_RQ.split(_CAUSAL_SLICE, dim=1)):
+    for part, time in zip(q.split(_CAUSAL_SLICE, dim=2), time_RQ.split(_CAUSAL_SLICE, dim=1)):
         length = int(time.max()) + 1
-        allowed = torch.arange(length, device=time.device) <= time[:, None, :, None]
-        parts.append(
-            _run(attention, make, part, keys[:, :, :length], values[:, :, :length], allowed)
-        )
+        seen = torch.arange(length, device=time.device) <= time[:, None, :, None]
+        cut = keys[:, :, :length], values[:, :, :length]
+        parts.append(_run(attention, make, part, *cut, seen))
     return torch.cat(parts, dim=1)
 
 

@@ -49,16 +49,10 @@ class Decision:
 def without_scores(
     routing: Routing, plan: RoutePlan, x: Tensor, mask: Tensor, probs: Tensor | None = None
 ) -> Decision:
-    """A decision that was not made on these tokens: scores and extras are NaN,
+    """A decision that was not made on the tokens `x`, `[B, T, d]`: scores and extras are NaN,
     and so are the probs that are not given.
 
-    Args:
-        routing: The layer's adapter state.
-        plan: How it routes.
-        x: `[B, T, d]`. Where extras are recorded, the gate is asked about one token, for their
-            shapes.
-        mask: Bool `[B, T]`.
-        probs: Float32 `[B, T]`.
+    Where extras are recorded, the gate is asked about one token, for their shapes.
     """
     nothing = torch.full(x.shape[:2], torch.nan, device=x.device)
     extras = dict.fromkeys(plan.extras, nothing)

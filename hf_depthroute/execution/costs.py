@@ -51,24 +51,19 @@ class GatherCosts:
 
 
 def gather_costs_of(few: tuple[float, float], many: tuple[float, float]) -> GatherCosts | None:
-    """The line through two measurements; None if more rows save no more,
-    so that the two ways were not told apart.
+    """The line through two measurements, of few rows and of many: FLOPs of the chosen rows of a
+    layer, and the seconds that gathering them saves.
 
-    Args:
-        few: FLOPs of the chosen rows of a layer, and the seconds that gathering them saves.
-        many: The same of more rows.
+    None if more rows save no more, so that the two ways were not told apart.
     """
-    saved = 0.0
-    if many[0] > few[0]:
-        saved = (many[1] - few[1]) / (many[0] - few[0])
-    if saved > 0:
-        return GatherCosts(wait=many[0] * saved - many[1], saved=saved)
-    return None
+    if not (many[0] > few[0] and many[1] > few[1]):
+        return None
+    saved = (many[1] - few[1]) / (many[0] - few[0])
+    return GatherCosts(wait=many[0] * saved - many[1], saved=saved)
 
 
 def is_launched(stream: Tensor) -> bool:
-    """Whether the host launches the kernels on `stream` one by one: on a GPU,
-    neither compiled nor captured."""
+    """Whether the host launches kernels one by one: on a GPU, neither compiled nor captured."""
     return (
         stream.is_cuda
         and not torch.compiler.is_compiling()
@@ -98,12 +93,7 @@ def unrouted_steps(
     None if there is none.
 
     A step that goes on with a growing KV cache, on a GPU. One with a static cache may be captured,
-    and stays routed.
-
-    Args:
-        layers: The decoder layers.
-        inputs: Ids or embeddings that the decoder stack is called with, `[B, T, ...]`.
-        kwargs: Keyword arguments of that call.
+    and stays routed. `inputs` `[B, T, ...]` and `kwargs` are what the decoder stack is called with.
     """
     if inputs.shape[1] != 1 or torch.is_grad_enabled() or not is_launched(inputs):
         return None

@@ -38,12 +38,7 @@ class DecodeStep:
     threshold on the host. A batch of one needs no mask: its score is read, and one of two calls is
     made. A static layer needs no score. Where gate and branch join (`parts.fused`) their weights
     are float32, and scores and cheap updates differ by rounding. It is not changed after it was
-    made: threads that decode with one plan share it.
-
-    Args:
-        routing: The layer's adapter state.
-        plan: One that `supports_decode`.
-        weights: The adapter's weights in this layer.
+    made: threads that decode with one plan, one that `supports_decode`, share it.
 
     Attributes:
         scores: Whether it scores tokens.
@@ -217,8 +212,7 @@ def run_base(layer: Any, h: Tensor, kwargs: Kwargs, context: ForwardContext) -> 
 
 
 def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
-    """Whether a forward pass of `inputs` `[B, T, ...]` is a decoding step on a CPU,
-    in plain inference."""
+    """Whether a pass of `inputs` `[B, T, ...]` is a decoding step on a CPU, in plain inference."""
     if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS or inputs.device.type != "cpu":
         return False
     return not (

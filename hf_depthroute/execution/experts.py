@@ -37,14 +37,10 @@ def routed_pairs(
 ) -> Iterator[list[Pairs]]:
     """While the block's forward runs inside, its experts see the chosen pairs only.
 
-    Args:
-        experts: The fused experts, called with `(x [N, d], index [N, K], weights [N, K])`.
-        decide: From `index` to the mask and the factor, both `[N, K]`.
-        compact: Leave dropped pairs out (inference). Otherwise every pair is computed, its weight
-            times the factor.
-
-    Yields:
-        A list that holds the one `Pairs` after the call.
+    `experts` are called with `(x [N, d], index [N, K], weights [N, K])`; `decide` makes the mask
+    and the factor of `index`, both `[N, K]`. `compact` leaves dropped pairs out (inference);
+    otherwise every pair is computed, its weight times the factor. The list that is yielded holds
+    the one `Pairs` after the call.
     """
     seen: list[Pairs] = []
     kept: list[Tensor] = []
@@ -60,8 +56,7 @@ def routed_pairs(
         token_P, slot_P = mask.nonzero(as_tuple=True)
         if token_P.numel() == mask.numel():
             return None  # nothing is dropped: bit for bit what the base computes
-        # One row per pair: all implementations of the experts take it, and none of them computes
-        # more.
+        # One row per pair: all implementations of the experts take it, and none computes more.
         kept[:] = [token_P]
         return x[token_P], index[token_P, slot_P][:, None], weights[token_P, slot_P][:, None]
 

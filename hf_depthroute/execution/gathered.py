@@ -31,7 +31,7 @@ def gathered_update(
     slice_rows: int | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """`a + full(x)` at the rows in `mask`, `a + cheap(a)` at the others;
+    """`a + full(x)` at the rows in `mask`, `a + cheap(a)` at the others, `[B, T, d]`;
     each row goes through one path only.
 
     Args:
@@ -44,9 +44,6 @@ def gathered_update(
         cheap: The same from rows of the stream; None when the cheap path adds nothing.
         slice_rows: At most this many rows in one call of a path; None for all at once.
         weight: Float `[B, T]`; what the full path's update is multiplied by.
-
-    Returns:
-        `[B, T, d]`.
     """
     # One token: a choice between two calls, no indexing.
     if mask.numel() == 1 and not torch.is_grad_enabled():

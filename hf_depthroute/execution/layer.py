@@ -168,16 +168,8 @@ def routed_call(
     kwargs: Kwargs,
     decides: bool = True,
 ) -> RoutedCall:
-    """The call of the routed part of `layer`: the stream before it and, by default, the decision.
-
-    Args:
-        layer: A decoder layer that holds adapter state.
-        plan: How it routes.
-        hidden_states: The layer's input, `[B, T, d]`.
-        context: What the stack hands to its layers.
-        kwargs: What the layer was called with, for its parts.
-        decides: Whether the gate is asked.
-    """
+    """The call of the routed part of `layer`, which holds adapter state, on its input
+    `[B, T, d]`: the stream before it and, if the gate `decides`, the decision."""
     routing: Routing = layer._modules[ROUTING]
     ngrams = None
     # First: the attention writes the KV cache that they are read over.
@@ -201,8 +193,7 @@ def call_on_stream(
     decides: bool = True,
     normed: Tensor | None = None,
 ) -> RoutedCall:
-    """As `routed_call`, from the stream before the routed part, `[B, T, d]`,
-    and its norm where that is known."""
+    """As `routed_call`, from the stream before the routed part, and its norm if known."""
     routing: Routing = layer._modules[ROUTING]
     reads_stream = plan.config.gate_input == "residual"
     # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless a gate

@@ -25,12 +25,12 @@ def masked_update(
     probs: Tensor,
     mix: str = "hard",
 ) -> Tensor:
-    """The stream after the path that `mask` chose for each token.
+    """The stream `[B, T, d]` after the path that `mask` chose for each token.
 
     Args:
-        before: The residual stream before the routed part, `[B, T, d]`.
-        after_full: The stream after the full path, `[B, T, d]`.
-        after_cheap: The stream after the cheap path, `[B, T, d]`.
+        before: The stream before the routed part, as the other two `[B, T, d]`.
+        after_full: The stream after the full path.
+        after_cheap: The stream after the cheap path.
         mask: Bool `[B, T]`, `m`.
         probs: Float32 `[B, T]`, `p`.
         mix: `"hard"`: `m_st * after_full + (1 - m_st) * after_cheap` with `m_st = sg(m - p) + p`:
@@ -38,9 +38,6 @@ def masked_update(
             is `grad_out . (after_full - after_cheap)`. `"soft"`:
             `p * after_full + (1 - p) * after_cheap`. `"scaled"`:
             `before + p * (after_full - before)` where `m`, else `after_cheap`.
-
-    Returns:
-        `[B, T, d]`.
     """
     weight = probs[..., None].to(before.dtype)
     if mix == "soft":

@@ -20,12 +20,6 @@ def ngrams_of(layer_index: int, order: int, context: ForwardContext, kwargs: Kwa
     A layer asks once in a forward pass. Where the context's `token_mask` has padding, the cache
     holds the last real tokens before it.
 
-    Args:
-        layer_index: Index of the decoder layer.
-        order: `N`.
-        context: With `token_ids`.
-        kwargs: What the layer was called with.
-
     Raises:
         ValueError: The context has no token ids, or the cache was filled without the memory.
     """

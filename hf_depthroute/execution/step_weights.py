@@ -46,10 +46,7 @@ class StepWeights:
     """The adapter's weights of one layer, as its steps need them; several steps,
     and threads, share them.
 
-    Args:
-        routing: The layer's adapter state.
-        plan: One that `supports_decode`.
-        scores: Whether a score is wanted; it is not where the KV cache holds the decision.
+    No score is wanted of them where the KV cache holds the decision.
     """
 
     def __init__(self, routing: Routing, plan: RoutePlan, scores: bool) -> None:
@@ -74,9 +71,7 @@ class StepWeights:
             and self.memory is None
         )
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._weights = [
-            weight for module in modules for weight in module.parameters(recurse=False)
-        ]
+        self._weights = [weight for m in modules for weight in m.parameters(recurse=False)]
         self._plain = all(is_whole(w) and w.device.type == "cpu" for w in self._weights)
         self._plain &= not any(is_watched(m) for m in modules)
         self.prompts = routing.prompts  # what is prepared serves one of them
@@ -84,8 +79,7 @@ class StepWeights:
         self._prepared: Prepared | None = None  # known at the first step
 
     def usable(self) -> bool:
-        """Whether the weights are plain, still those of the start,
-        and no hook watches the adapter's modules."""
+        """Whether weights are plain and those of the start, and no hook watches their modules."""
         if not self._plain or any(self._hooks):
             return False
         return self._version is not None and self._version == version_key(*self._weights)
