@@ -1,2 +1,1 @@
-"""Base models: where the parts of a decoder layer are, how they add up,
-their caches and LM heads."""
+"""Base models: the parts of a decoder layer and how they add up, caches and LM heads."""

@@ -1,5 +1,4 @@
-"""State kept with the KV cache: decisions about whole sequences,
-and the tokens that a memory has read.
+"""State kept with the KV cache: decisions about sequences, and tokens that a memory has read.
 
 A sequence is decided once, when its prompt enters an empty cache; where its attention is skipped,
 there are no keys and values. What is kept has to follow whatever is then done to the cache:
@@ -85,11 +84,7 @@ class SkippingLayer(DynamicLayer):
     """A cache layer that holds keys and values of the kept sequences only,
     and the length of all of them.
 
-    Args:
-        tokens: As in a layer that keeps them; None if no memory reads them.
-
-    Attributes:
-        keep, probs: As in a layer that keeps them; None until the prompt is decided.
+    `keep`, `probs` and `tokens` are as in `_Keeping`.
     """
 
     _layer_type = None  # transformers registers subclasses by it
@@ -120,16 +115,13 @@ class SkippingLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._take(beam_idx)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.keep is not None:
             indices = torch.arange(len(self.keep), device=self.keep.device)
-            self._take(indices.repeat_interleave(repeats))
+            self.batch_select_indices(indices.repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._take(indices)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` positions; a positive number is the length to leave."""
@@ -146,15 +138,12 @@ class SkippingLayer(DynamicLayer):
             self.tokens = self.tokens[:, : self.length]
 
     def reset(self) -> None:
-        self.keys = None
-        self.values = None
+        self.keys = self.values = None
         self.is_initialized = False
-        self.keep = None
-        self.probs = None
-        self.tokens = None
+        self.keep = self.probs = self.tokens = None
         self.length = 0
 
-    def _take(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         if self.keep is None:
             return
         indices = indices.to(self.keep.device)
@@ -177,8 +166,7 @@ def cache_layer(cache: Any, index: int) -> Any:
 
 
 def starts_prompt(kwargs: dict[str, Any], length: int) -> bool:
-    """Whether a call of the decoder stack with `length` new positions begins a prompt,
-    and does not go on with one.
+    """Whether a call of the decoder stack with `length` new positions begins a prompt.
 
     Never waits for a device: of a cache of fixed size elsewhere than on the CPU, more than one
     position is a prompt.
@@ -284,11 +272,6 @@ def earlier_scores(cache: Any, index: int, batch: int) -> Tensor | None:
     """The scores at the positions that layer `index` of a cache holds, `[B, P]`,
     NaN where none was stored; None if it holds none.
 
-    Args:
-        cache: A transformers cache, or None.
-        index: Index of the layer.
-        batch: `B`, the sequences of this forward pass.
-
     Raises:
         ValueError: The layer is of fixed size.
     """
@@ -312,8 +295,7 @@ def earlier_scores(cache: Any, index: int, batch: int) -> Tensor | None:
 
 
 def remember_scores(cache: Any, index: int, scores: Tensor) -> None:
-    """Store the scores at all positions of layer `index`, `[B, P]`,
-    those of this forward pass included."""
+    """Store the scores at all positions of layer `index`, `[B, P]`, this pass included."""
     _keeping_layer(cache, index).scores = scores
 
 
@@ -351,8 +333,7 @@ def _keeping(base: Any) -> Any:
 
 
 def _empty_layer(base: Any) -> Any:
-    """A layer of that subclass, whose attributes follow;
-    pickle and copy do not find the subclass by its name."""
+    """A layer of that subclass, which pickle and copy do not find by its name."""
     cls = _keeping(base)
     return cls.__new__(cls)
 
@@ -363,8 +344,7 @@ def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_paged(kwargs: dict[str, Any]) -> bool:
-    """Whether a call comes from continuous batching: one row of many sequences,
-    and a paged cache of its own kind.
+    """Whether a call comes from continuous batching: many sequences in a row, a paged cache.
 
     The attention function writes that cache, so it has to run for every token.
     """

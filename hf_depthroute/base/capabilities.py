@@ -1,5 +1,4 @@
-"""The savings of routing in each model family, read from the family table and
-transformers' configurations."""
+"""The savings of routing in each model family, by the family table and configurations."""
 
 from __future__ import annotations
 

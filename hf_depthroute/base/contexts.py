@@ -24,8 +24,7 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def of_this_thread(hook: Callable[..., object]) -> Callable[..., Any]:
-    """`hook`, for forward passes of the calling thread only:
-    other threads may run the same modules meanwhile."""
+    """`hook`, for passes of the calling thread only: others may run the same modules meanwhile."""
     own = threading.get_ident()
 
     @functools.wraps(hook)

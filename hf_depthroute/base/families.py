@@ -293,8 +293,7 @@ def field_of(config: object, name: str) -> Any:
 
 
 def text_config(config: object) -> Any:
-    """The part of a configuration that describes the language model; all of it,
-    but for models of images and text."""
+    """The language model's part of a configuration; of a model of text alone, all of it."""
     if isinstance(config, dict):
         return config
     return getattr(config, "text_config", None) or config

@@ -1,5 +1,4 @@
-"""Bases that were loaded from a GGUF file: the file's name,
-and weights that train like any others."""
+"""Bases that were loaded from a GGUF file: its name, and weights that train like others."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from .families import field_of
 
 
 def gguf_file_of(config: object) -> str | None:
-    """The name of the GGUF file that a model of this configuration was loaded from;
-    None for other models."""
+    """The name of the GGUF file that a model was loaded from; None for other models."""
     quantised = field_of(config, "quantization_config")
     if getattr(quantised, "quant_method", None) != "gguf":
         return None
@@ -27,12 +25,7 @@ def load_dequantised(load: Any, folder: str, gguf_file: str, **how: Any) -> Any:
     whatever kernels there are.
 
     Blocks of a GGUF file take no gradient, and Trainers refuse a model that calls itself quantised.
-
-    Args:
-        load: Such as `AutoModelForCausalLM.from_pretrained`.
-        folder: The folder or Hub id of the file.
-        gguf_file: Its name there.
-        **how: More arguments of `load`.
+    `load` is a function such as `AutoModelForCausalLM.from_pretrained`.
     """
     kind = getattr(transformers, "GgufConfig", None)  # versions without it always dequantise
     if kind is None:

@@ -63,8 +63,7 @@ class LMHead:
         return logits / value
 
     def chunks(self, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Tensors of N rows in pieces, of so few rows that a piece's logits have at most
-        `_LOGITS` elements."""
+        """Tensors of N rows in pieces whose logits have at most `_LOGITS` elements."""
         size = max(1, _LOGITS // int(text_config(self._model.config).vocab_size))
         return zip(*(part.split(size) for part in rows))
 
@@ -78,12 +77,7 @@ def logits_at(model: Any, batch: Mapping[str, Any], wanted_BT: Tensor) -> Tensor
     """The logits of some positions, `[N, V]`, of a pass without a KV cache.
 
     A position that no row wants does not go through the head, where the model takes
-    `logits_to_keep`.
-
-    Args:
-        model: A causal language model.
-        batch: Its inputs, `input_ids` `[B, T]` among them.
-        wanted_BT: Bool, true at `N` positions.
+    `logits_to_keep`. `batch` has `input_ids` `[B, T]`; `wanted_BT` is true at `N` positions.
     """
     if not keeps_logits(model):
         return cast(Tensor, model(**batch, use_cache=False).logits[wanted_BT])
@@ -109,13 +103,8 @@ def check_head(model: nn.Module, wanted: str) -> None:
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats of each position's prediction, float32 `[...]`;
-    0 where the target is -100.
-
-    Args:
-        logits: `[..., V]`.
-        targets: Int64 `[...]`, the token that each of them should predict.
-    """
+    """Cross-entropy in nats of each position's logits `[..., V]`, float32 `[...]`;
+    0 where the target is -100."""
     targets = targets.to(logits.device)
     losses = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="none")
     return losses.view(targets.shape)
@@ -138,8 +127,7 @@ def predicting(labels_BT: Tensor, token_mask_BT: Tensor | None) -> Tensor:
 
 
 def logit_change(model: nn.Module) -> tuple[str, float] | None:
-    """The model's change to its LM head's output,
-    `("multiply" | "divide" | "softcap", value)`, or None."""
+    """The model's change to its logits, `("multiply" | "divide" | "softcap", value)`, or None."""
     row = stack_of(model).family.logits
     if row is None:
         return None
@@ -147,4 +135,4 @@ def logit_change(model: nn.Module) -> tuple[str, float] | None:
     value = getattr(text_config(model.config), field, None)
     if value is None:
         return None
-    return (kind, float(value))
+    return kind, float(value)

@@ -52,8 +52,7 @@ class Projections:
     fused: str | None = None
 
     def whole(self, attention: Any) -> bool:
-        """Whether queries, keys and values come out of one call of one module,
-        which nothing may pass by."""
+        """Whether queries, keys and values come out of one call, which nothing may pass by."""
         return self.fused is not None and not is_readable(
             getattr(attention, self.fused), nn.Linear, Conv1D
         )
@@ -102,8 +101,7 @@ def _fused(attention: Any, x: Tensor, names: str) -> Sequence[Tensor]:
 
 
 def _by_heads(attention: Any, x: Tensor, names: str) -> Sequence[Tensor]:
-    """GPT-NeoX's fused projection: query, key and value of a head side by side,
-    `[..., H, k]` of each."""
+    """GPT-NeoX's fused projection: query, key and value of a head, `[..., H, k]`, side by side."""
     fused = attention.query_key_value
     width = attention.head_size
     if names == "qkv":

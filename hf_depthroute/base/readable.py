@@ -54,6 +54,5 @@ def any_drops(parent: nn.Module, names: Iterable[str]) -> bool:
 
 
 def is_whole(weight: object) -> bool:
-    """Whether a parameter is plain numbers of its shape: not quantised,
-    split over processes or on disk."""
+    """Whether a parameter is plain numbers: not quantised, split over processes or on disk."""
     return type(weight) is nn.Parameter and not weight.is_meta and not hasattr(weight, "ds_id")

@@ -53,8 +53,7 @@ def unrecorded(name: str) -> Iterator[None]:
 
 @contextmanager
 def kept_weights(attention: nn.Module) -> Iterator[list[Tensor | None]]:
-    """Gives a list, which holds the attention weights of the last call of `attention` that this
-    thread makes here."""
+    """A list of the attention weights of this thread's last call of `attention` in the block."""
     kept: list[Tensor | None] = []
     token = _kept.set(kept)
 

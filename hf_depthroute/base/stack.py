@@ -1,5 +1,4 @@
-"""`Stack`: the decoder of a model, its layers and its family; found once,
-and kept with a model that is routed."""
+"""`Stack`: the decoder of a model, found once, and kept with a model that is routed."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ Kwargs = dict[str, Any]  # keyword arguments of a decoder layer
 
 
 def norm_of(layer: nn.Module, family: Family, part: str) -> RowMap:
-    """The norm before `part`, `"attention"` or `"ffn"`; where there is none,
-    a map that changes nothing."""
+    """The norm before `part`, `"attention"` or `"ffn"`; an identity if there is none."""
     name = getattr(family, f"{part}_norm")
     if name is None:
         return lambda x: x
@@ -60,8 +59,7 @@ def router_of(layer: nn.Module, family: Family) -> nn.Module | None:
 
 
 def behind(layer: nn.Module, family: Family, part: str, update: Tensor) -> Tensor:
-    """A sublayer's output as it is added to the stream: normed, dropped out, scaled,
-    whichever its family does."""
+    """A sublayer's output as it is added to the stream: normed, dropped out or scaled."""
     for name in (getattr(family, f"{part}_post_norm"), getattr(family, f"{part}_dropout")):
         if name is not None:
             update = getattr(layer, name)(update)

@@ -1,5 +1,4 @@
-"""`ForwardContext`: what a forward pass hands to the layers of its decoder stack,
-besides the stream.
+"""`ForwardContext`: what a forward pass hands to its layers besides the stream.
 
 Shapes: B batch, T positions, d model width.
 """
@@ -51,8 +50,7 @@ class ForwardContext:
     made: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """`make()`, which the first layer that asks for `key` in this forward pass calls
-        for all of them."""
+        """`make()`, which the first layer that asks for `key` in this pass calls for all."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
@@ -78,6 +76,5 @@ class ForwardContext:
 
 
 def unpack(kwargs: dict[str, Any]) -> ForwardContext:
-    """Take the context out of a layer's keyword arguments;
-    an empty one where the layer was called alone."""
+    """Take the context out of a layer's keyword arguments; an empty one if there is none."""
     return kwargs.pop(CONTEXT, None) or ForwardContext()

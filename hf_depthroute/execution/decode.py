@@ -94,8 +94,7 @@ class DecodeStep:
         return out.index_add_(0, (~full_B).nonzero().squeeze(-1), made.recall(ngrams[~full_B]))
 
     def _ngrams(self, context: ForwardContext, kwargs: Kwargs) -> Tensor | None:
-        """The new tokens' n-grams, `[B, 1, N]`; the KV cache learns of every token,
-        also of those that run in full."""
+        """The new tokens' n-grams, `[B, 1, N]`; the cache learns of those that run full, too."""
         if self.weights.memory is None:
             return None
         return ngrams_of(self.layer_index, self.plan.config.ngram_order, context, kwargs)
@@ -196,8 +195,7 @@ class SequenceStep(DecodeStep):
 
 
 def _cheap(made: Prepared, a: Tensor, ngrams: Tensor | None, scale: Tensor | None = None) -> Tensor:
-    """The stream `[B, 1, d]` after the cheap path, the branch's update times `scale` `[1]`;
-    `a` is overwritten."""
+    """The stream after the cheap path, the branch's update times `scale`; overwrites `a`."""
     if made.branch is not None:
         update = made.branch(a)
         a = a.add_(update if scale is None else update * scale.to(update.dtype))

@@ -99,8 +99,7 @@ class Gathered(Executor):
         return call.finish(call.target.gathered(call))
 
     def prepare(self, layer: nn.Module, plan: RoutePlan, batch: int) -> DecodeStep | None:
-        """The step of the plan's target, with the adapter's weights as they are,
-        in a form that it shares."""
+        """The step of the plan's target, with the adapter's weights as they are."""
         routing = cast(Routing, layer._modules[ROUTING])
         kind = target_of(plan).decode_step
         if kind is None or not supports_decode(plan, routing.family):
@@ -146,8 +145,7 @@ EXECUTORS: dict[str, Executor] = {
 
 
 def executor_of(call: RoutedCall) -> Executor:
-    """The executor of the call: the row that its plan names,
-    or else the first row that supports it.
+    """The row that the call's plan names, or else the first row that supports the call.
 
     Raises:
         ValueError: There is no such row.

@@ -1,5 +1,4 @@
-"""Sparse execution for inference: gather the chosen rows, run the module on them,
-add the result back.
+"""Sparse execution for inference: gather the chosen rows, run them, add the result back.
 
 Legend: B batch, T positions, N = B * T rows, F full rows, C cheap rows, d model width.
 """

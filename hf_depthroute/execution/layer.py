@@ -106,8 +106,7 @@ def _run(
     hidden_states: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    """The layer's output `[B, T, d]`, then mask, scores,
-    probs and the plan's extras when a trace is recorded."""
+    """The layer's output `[B, T, d]`, then what a trace records, if any: see `_recorded`."""
     if plan is None:
         return (layer._base_forward(hidden_states, **kwargs),)
     routing: Routing = layer._modules[ROUTING]

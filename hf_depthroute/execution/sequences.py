@@ -1,5 +1,4 @@
-"""Decisions about whole sequences: made on the prompt, kept with the KV cache,
-and carried out on the batch.
+"""Decisions about sequences: made on the prompt, kept with the KV cache, run on the batch.
 
 Shapes: B batch, T positions, d model width.
 """

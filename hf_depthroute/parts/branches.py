@@ -22,8 +22,7 @@ TensorMap = Callable[[Tensor], Tensor]
 
 
 class TransientCache(dict[Any, Any]):
-    """A cache of values computed from weights and settings;
-    copies and pickles of a model start with an empty one."""
+    """A cache of what is computed from weights; copies and pickles of a model have it empty."""
 
     def __reduce__(self) -> tuple[type[TransientCache], tuple[()]]:
         return TransientCache, ()
@@ -167,8 +166,7 @@ class LowRankBranch(nn.Module):
         return self.normed
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`,
-        in few operators."""
+        """The branch for decoding, with its present weights, `[B, 1, d] -> [B, 1, d]`."""
         up, up_bias = self.up.cast(dtype)
         down, down_bias = self.down.cast(dtype)
         norm = self.norm_for_decoding()
@@ -224,8 +222,7 @@ def copy_norm(norm: Any) -> nn.Module:
 
 
 def _known_values(name: str, parameter: Tensor) -> Tensor:
-    """A float32 copy; of a parameter without values (on the meta device),
-    a norm's usual starting values."""
+    """A float32 copy; of a parameter on the meta device, a norm's usual starting values."""
     if parameter.is_meta:
         start = 0.0 if name == "bias" else 1.0
         return torch.full(parameter.shape, start, dtype=torch.float32)

@@ -160,11 +160,7 @@ def fuse(
 ) -> FusedGateBranch | None:
     """The maps of a gate and of a branch as one; None if they are not of the kind that fuses.
 
-    Args:
-        rms: Weight and epsilon of the norm that the gate reads, from `branches.rms_of`.
-        gate: One of `GATES`.
-        branch: A `LowRankBranch` or a `NeuronBranch`; None if the cheap path adds nothing.
-        dtype: The stream's.
+    `rms` is the `branches.rms_of` the norm that the gate reads, `dtype` the stream's.
     """
     maps = gate.score_maps()
     if rms is None or maps is None:

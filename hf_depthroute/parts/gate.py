@@ -98,8 +98,7 @@ class Thresholds(nn.Module):
 
 
 def default_hidden(width: int, divisor: int = 4) -> int:
-    """Hidden width of a gate where the configuration names none; `d/4` in the MLP gate,
-    as in arXiv:2604.17228."""
+    """Hidden width of a gate by default; `d/4` in the MLP gate, as in arXiv:2604.17228."""
     return max(1, width // divisor)
 
 

@@ -67,17 +67,10 @@ def embedding_width(config: MemorySizes) -> int:
 def suffixes(
     ids_BT: Tensor, order: int, real_BT: Tensor | None = None, starts_BT: Tensor | None = None
 ) -> Tensor:
-    """Every token with the `order - 1` before it, the newest first.
+    """Every token with the `order - 1` before it, the newest first, int64 `[B, T, N]`: ids,
+    `MISSING` where a document has none, `EARLIER` where this call does not hold it.
 
-    Args:
-        ids_BT: Token ids, int64 `[B, T]`.
-        order: `N`.
-        real_BT: Bool, true at real tokens; all are real when it is None.
-        starts_BT: Bool, true where a document starts after another one.
-
-    Returns:
-        Int64 `[B, T, N]`: ids, `MISSING` where a document has none, `EARLIER` where this call does
-        not hold it.
+    `starts_BT` is true where a document starts after another one.
     """
     newest = ids_BT.long()
     cut = starts_BT
@@ -105,13 +98,9 @@ def continued(ngrams_BTN: Tensor, before_BM: Tensor) -> Tensor:
 
 
 def over_padding(held_BTM: Tensor, real_BT: Tensor, before_BM: Tensor | None) -> Tensor:
-    """The last `M` tokens at every position, where padding has those of the last real
-    position before it.
+    """The newest `M` of `suffixes`, where padding has those of the last real position before it.
 
-    Args:
-        held_BTM: `suffixes` of a call, the newest `M` of each.
-        real_BT: Bool, true at real tokens.
-        before_BM: The last tokens of the call before; None if there was none.
+    `before_BM` are the last tokens of the call before; None if there was none.
     """
     before = held_BTM if before_BM is None else before_BM[:, None]
     if real_BT.shape[1] == 1:  # a decoding step, in fewer operators

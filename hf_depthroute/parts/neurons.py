@@ -88,8 +88,7 @@ class NeuronBranch(Deriving):
         return NeuronStep(self, dtype)
 
     def borrowed(self) -> list[nn.Module]:
-        """The base's norm, projections and FFN, where a step on a CPU may read their weights;
-        else an empty list."""
+        """The base's norm, projections and FFN, if a step on a CPU may read their weights."""
         norm, ffn = self._base
         read = [*self._maps(), ffn.down_proj]
         readable = self._may_read(torch.device("cpu")) and is_readable(ffn.down_proj, nn.Linear)
@@ -165,8 +164,7 @@ class NeuronBranch(Deriving):
         return self._outputs(self.neurons)
 
     def _outputs(self, neurons_r: Tensor) -> Tensor:
-        """The FFN's output of these neurons, float32 `[r, d]`: its weights,
-        or what it makes of each alone."""
+        """The FFN's output of each of these neurons alone, float32 `[r, d]`."""
         down: Any = self._base[1].down_proj
         plain = is_readable(down, nn.Linear) and is_whole(down.weight)
         if plain and down.weight.device == neurons_r.device:
@@ -190,12 +188,10 @@ class NeuronBranch(Deriving):
 
 
 class NeuronStep:
-    """A branch in decoding, with copies of the base's rows: `[B, 1, d] -> [B, 1, d]`,
-    in few operators.
+    """A branch that has something `borrowed` in decoding, with copies of the base's rows:
+    `[B, 1, d] -> [B, 1, d]`, in few operators.
 
-    Args:
-        branch: One that has something `borrowed`.
-        dtype: The stream's, and that of the base's weights.
+    The stream and the base's weights are of one dtype.
     """
 
     def __init__(self, branch: NeuronBranch, dtype: torch.dtype) -> None:

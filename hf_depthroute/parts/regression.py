@@ -44,12 +44,9 @@ def count_of_all(rows: Tensor) -> Tensor:
 
 
 def ridge_weights(gram_dd: Tensor, cross_dm: Tensor, penalty: float) -> Tensor:
-    """The weights `[d, m]` of ridge regression, from `x^T x` and `x^T y`.
+    """The weights `[d, m]` of ridge regression, from `x^T x` and `x^T y` in float64.
 
-    Args:
-        gram_dd: `x^T x`, float64.
-        cross_dm: `x^T y`, float64.
-        penalty: On the squared weights, as a fraction of the mean squared feature.
+    The penalty on squared weights is a fraction of the mean squared feature.
     """
     identity = torch.eye(len(gram_dd), dtype=gram_dd.dtype, device=gram_dd.device)
     penalised_dd = gram_dd + penalty * gram_dd.diagonal().mean() * identity
@@ -107,13 +104,7 @@ def leading_directions(gram_dd: Tensor, cross_dm: Tensor, rank: int, penalty: fl
 
     With `W` the ridge weights, they are `W v` of the `r` leading eigenvectors `v` of the
     prediction's second moment `W^T x^T x W`, found by orthogonal iteration (Izenman, "Reduced-rank
-    regression for the multivariate linear model", 1975).
-
-    Args:
-        gram_dd: `x^T x`, float64.
-        cross_dm: `x^T y`, float64.
-        rank: `r`, at most `m`.
-        penalty: As in `ridge_weights`.
+    regression for the multivariate linear model", 1975). The rank is at most `m`.
     """
     weights_dm = ridge_weights(gram_dd, cross_dm, penalty)
     moment_mm = weights_dm.T @ gram_dd @ weights_dm
@@ -130,12 +121,8 @@ def sizes_of(directions_du: Tensor, gram_dd: Tensor, weight: Tensor) -> Tensor:
     at least a millionth of the largest one.
 
     Along a direction that the text does not have, what rounding leaves of it may be below zero;
-    and a unit that is divided by it would be huge on other text.
-
-    Args:
-        directions_du: `u` directions.
-        gram_dd: `x^T x`, of rows with these weights.
-        weight: The sum of the rows' weights, `[]`.
+    and a unit that is divided by it would be huge on other text. `weight` is the sum of the weights
+    of the rows in `gram_dd`.
     """
     squares_u = (directions_du * (gram_dd @ directions_du)).sum(0) / weight
     sizes_u = squares_u.clamp(min=0).sqrt()
@@ -159,14 +146,8 @@ def fit_scores(
     also give its size; the other half are random directions (an extreme learning machine: Huang et
     al., "Extreme learning machine: Theory and applications", Neurocomputing 70, 2006).
 
-    Args:
-        hidden: `d -> h`, with a bias; overwritten.
-        score: `h -> 1`, with a bias; overwritten.
-        x_Nd: The features, float32.
-        y_N: The values to predict.
-        seed: Seed of the random directions.
-        always_Sd: Features of tokens that have to get a high score: `ALWAYS`, by the last unit
-            alone. It is 0 at the rows of `x`. None: no token has to.
+    Tokens that have to get a high score, `always_Sd`, get `ALWAYS`, by the last unit alone; it is 0
+    at the rows of `x`. Both maps, `d -> h` and `h -> 1`, have a bias.
     """
     units = hidden.out_features - (always_Sd is not None and hidden.out_features > 1)
     count = count_of_all(x_Nd)
@@ -211,17 +192,8 @@ def refine_scores(
     """Go on from `fit_scores` by gradient descent on the squared error: AdamW, 1,024 rows a step,
     rate 2e-3 to 0.
 
-    The same rows are drawn for the same seed; the global generator is not touched.
-
-    Args:
-        hidden: `d -> h`; its first `units` rows change.
-        score: `h -> 1`; its first `units` weights and its bias change.
-        x_Nd: The features, float32.
-        y_N: The values to predict.
-        seed: Seed of the rows that are drawn.
-        steps: How many steps.
-        units: Hidden units that are fitted; a unit after them tells apart the tokens that have to
-            run in full.
+    The same rows are drawn for the same seed; the global generator is not touched. The first
+    `units` hidden units change; one after them tells apart the tokens that have to run in full.
     """
     held = (hidden.weight[:units], hidden.bias[:units], score.weight[0, :units], score.bias)
     parts = [part.detach().clone().requires_grad_() for part in held]

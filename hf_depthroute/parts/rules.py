@@ -232,14 +232,6 @@ def topk_mask(scores_BT: Tensor, budget: float, token_mask_BT: Tensor | None = N
 
     Ties go to the lowest index, so that exactly `k` tokens are chosen. This rule looks at the whole
     sequence, later tokens included: it is a training rule only.
-
-    Args:
-        scores_BT: `[B, T]`.
-        budget: In (0, 1].
-        token_mask_BT: Bool, true at real tokens; all tokens are real when it is None.
-
-    Returns:
-        Bool `[B, T]`.
     """
     real = _all_if_none(token_mask_BT, scores_BT)
     count_B = budget_count(budget, real.sum(dim=-1))
@@ -298,10 +290,7 @@ def threshold_mask(
 def tail_mask(ends: Tensor, count: int, token_mask: Tensor | None = None) -> Tensor:
     """The last `count` real tokens of every sequence, of a shorter one all of them. Bool `[B, T]`.
 
-    Args:
-        ends: Bool `[B, T]`, true at the last real token of every sequence.
-        count: At least 1.
-        token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
+    `ends`, as the mask `[B, T]`, is true at the last real token of every sequence.
     """
     real = _all_if_none(token_mask, ends)
     behind = real.flip(1).cumsum(1)  # from right to left: the real tokens from here on

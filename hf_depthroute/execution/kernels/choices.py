@@ -1,5 +1,4 @@
-"""Block shapes of the Triton kernels: short tables, and the fastest row of one,
-measured once per shape.
+"""Block shapes of the Triton kernels: tables, and the fastest row, measured once per shape.
 
 Measuring runs the kernel on half of the rows, writes only what the call that follows writes again,
 and never happens while a CUDA graph is captured: then, and in the interpreter, the first row of the
@@ -19,8 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Choice:
-    """Compile-time block shapes of one kernel, with the warps of a program and the stages
-    of its pipeline."""
+    """Compile-time block shapes of one kernel, warps of a program, stages of its pipeline."""
 
     blocks: dict[str, int] = field(hash=False)
     warps: int = 4

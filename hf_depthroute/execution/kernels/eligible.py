@@ -14,8 +14,7 @@ _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 
 
 def is_plain_linear(module: Any, x: Tensor) -> bool:
-    """Whether `module` computes `x W^T + b` in the dtype of `x` and nothing else: no hook, LoRA,
-    shard or offload."""
+    """Whether `module` computes `x W^T + b` in the dtype of `x` and nothing else."""
     return (
         is_readable(module, nn.Linear)
         and module.weight.dtype == x.dtype

@@ -1,5 +1,4 @@
-"""From the row ops' arguments to Triton launches; imported on first use on CUDA,
-because it imports Triton.
+"""From the row ops' arguments to Triton launches; imported on first use on CUDA.
 
 Nothing here waits for the device. Arguments and shapes of the operators: `plain`.
 """
@@ -261,8 +260,7 @@ def _attend_few(
 
 
 def _splits(pairs: int, length: int, device: torch.device) -> int:
-    """Cuts of the keys, a power of two: four programs for every multiprocessor,
-    at least 128 keys for each."""
+    """Cuts of the keys, a power of two: four programs a multiprocessor, of 128 keys or more."""
     wanted = 4 * _processors(device) // max(1, pairs)
     return 2 ** max(0, min(wanted, length // 128, 64).bit_length() - 1)
 

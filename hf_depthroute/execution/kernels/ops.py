@@ -27,8 +27,7 @@ attend_rows = torch.library.custom_op("hf_depthroute::attend_rows", plain.attend
 
 @functools.cache
 def _on_cuda() -> ModuleType:
-    """The module that launches the Triton kernels; `plain`, with one warning,
-    where Triton is missing."""
+    """The module that launches Triton kernels; `plain`, with one warning, without Triton."""
     if importlib.util.find_spec("triton") is None:
         warnings.warn(
             "hf_depthroute: Triton is not installed, so routed layers run in plain PyTorch on "

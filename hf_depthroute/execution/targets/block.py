@@ -79,8 +79,7 @@ class BlockTarget(AttentionTarget):
     def _scaled(
         self, call: RoutedCall, of_attention: Tensor | None, of_ffn: Tensor | None
     ) -> Tensor:
-        """`a = h + s attention(LN1(h))`, then `a + t FFN(LN2(a))`, with `s` and `t` `[B, T]`,
-        1 where None."""
+        """`a = h + s attention(LN1(h))`, then `a + t FFN(LN2(a))`; `s`, `t` `[B, T]` or 1."""
         layer = call.layer
         family = call.family
         stream = call.stream
