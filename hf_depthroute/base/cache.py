@@ -10,148 +10,15 @@ Shapes: B sequences of the cache, T new positions, P positions held, M tokens.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from .cache_layers import KeepingLayer, SkippingLayer, keeping_class
+
 _CACHES = ("past_key_values", "layer_past")  # what families call it
-# Attributes of a layer, each with the sequences as its first dimension.
-_KEPT = ("keep", "probs", "tokens", "scores")
-_NO_TOKEN = -1  # `parts.memory.MISSING`
-
-
-class _Keeping:
-    """Mixin of a cache layer.
-
-    Attributes:
-        keep: Bool `[B]`, true for the sequences that run the routed part in full.
-        probs: Float32 `[B]`, their `p`.
-        tokens: Int64 `[B, P, M]`, at every position the last tokens, as `parts.memory.suffixes` has
-            them; `[B, 1, M]`, those of the last position, in a layer of fixed size, which is
-            written in place as its keys are.
-        seen: Int64 `[]`, of how many positions, in a layer of fixed size.
-        scores: Float32 `[B, P]`, the gate's score at every position, NaN where it did not decide.
-    """
-
-    keep: Tensor | None = None
-    probs: Tensor | None = None
-    tokens: Tensor | None = None
-    seen: Tensor | None = None
-    scores: Tensor | None = None
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
-        _change_kept(self, lambda kept: kept[beam_idx.to(kept.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        _change_kept(self, lambda kept: kept.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)  # type: ignore[misc]
-        _change_kept(self, lambda kept: kept[indices.to(kept.device)])
-
-    def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
-        self.keep = self.probs = self.scores = None
-        if self.tokens is not None:  # a captured graph reads where a layer of fixed size has them
-            if isinstance(self, DynamicLayer):
-                self.tokens = None
-            else:
-                self.tokens = self.tokens.fill_(_NO_TOKEN)
-        if self.seen is not None:
-            self.seen.zero_()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty_layer, (type(self).__bases__[1],), self.__dict__
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)  # type: ignore[misc]
-        length = self.get_seq_length()  # type: ignore[attr-defined]
-        if self.tokens is not None:
-            self.tokens = self.tokens[:, :length]
-        if self.scores is not None:
-            self.scores = self.scores[:, :length]
-        if length == 0:  # the next tokens are a prompt
-            self.keep = self.probs = None
-
-
-class SkippingLayer(DynamicLayer):
-    """A cache layer that holds keys and values of the kept sequences only,
-    and the length of all of them.
-
-    `keep`, `probs` and `tokens` are as in `_Keeping`.
-    """
-
-    _layer_type = None  # transformers registers subclasses by it
-    scores = None
-
-    def __init__(self, tokens: Tensor | None = None) -> None:
-        super().__init__()
-        self.keep: Tensor | None = None
-        self.probs: Tensor | None = None
-        self.tokens = tokens
-        self.length = 0
-
-    def advance(self, count: int) -> None:
-        """`count` more positions have been seen, of which no sequence keeps keys and values."""
-        self.length += count
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if self.keep is None or len(key_states) != int(self.keep.sum()):
-            raise ValueError(
-                "this KV cache was filled with whole sequences skipped and cannot be read without "
-                "the adapter that did it; start a new cache"
-            )
-        self.length += key_states.shape[-2]
-        return super().update(key_states, value_states, *args, **kwargs)
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.keep is not None:
-            indices = torch.arange(len(self.keep), device=self.keep.device)
-            self.batch_select_indices(indices.repeat_interleave(repeats))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` positions; a positive number is the length to leave."""
-        left = tokens_to_remove
-        if tokens_to_remove <= 0:
-            left = self.length + tokens_to_remove
-        self.length = min(self.length, left)
-        if self.length == 0:  # the next tokens are a prompt
-            self.reset()
-        if self.keys is not None and self.values is not None and self.is_initialized:
-            self.keys = self.keys[..., : self.length, :]
-            self.values = self.values[..., : self.length, :]
-        if self.tokens is not None:
-            self.tokens = self.tokens[:, : self.length]
-
-    def reset(self) -> None:
-        self.keys = self.values = None
-        self.is_initialized = False
-        self.keep = self.probs = self.tokens = None
-        self.length = 0
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.keep is None:
-            return
-        indices = indices.to(self.keep.device)
-        if self.keys is not None and self.values is not None:
-            rows = (self.keep.cumsum(0) - 1)[indices][self.keep[indices]]
-            self.keys = self.keys[rows]
-            self.values = self.values[rows]
-        _change_kept(self, lambda kept: kept[indices.to(kept.device)])
 
 
 def cache_layer(cache: Any, index: int) -> Any:
@@ -189,7 +56,9 @@ def can_skip(layer: Any) -> bool:
 
     A static or sliding one, or one that holds tokens already, keeps those of every sequence.
     """
-    empty = type(layer) in (DynamicLayer, _keeping(DynamicLayer)) and layer.get_seq_length() == 0
+    empty = (
+        type(layer) in (DynamicLayer, keeping_class(DynamicLayer)) and layer.get_seq_length() == 0
+    )
     return empty or isinstance(layer, SkippingLayer)
 
 
@@ -305,37 +174,16 @@ def kv_cache_bytes(cache: Any) -> int:
     return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
-def _change_kept(layer: _Keeping | SkippingLayer, change: Callable[[Tensor], Tensor]) -> None:
-    """Put `change` of everything that `layer` keeps besides keys and values in its place."""
-    for name in _KEPT:
-        kept = getattr(layer, name)
-        if kept is not None:
-            setattr(layer, name, change(kept))
-
-
 def _keeping_layer(cache: Any, index: int) -> Any:
     """Layer `index` of a cache, as one that keeps more than keys and values."""
     layer = cache_layer(cache, index)
-    if not isinstance(layer, _Keeping | SkippingLayer):
-        cls = _keeping(layer.__class__)
+    if not isinstance(layer, KeepingLayer):
+        cls = keeping_class(layer.__class__)
         state = layer.__dict__
         layer = cls.__new__(cls)
         layer.__dict__ = state
         cache.layers[index] = layer
     return layer
-
-
-@functools.cache
-def _keeping(base: Any) -> Any:
-    """The subclass of a cache layer's class that keeps more than keys and values."""
-    held = {"_layer_type": None, "__module__": base.__module__}
-    return type(base.__name__, (_Keeping, base), held)
-
-
-def _empty_layer(base: Any) -> Any:
-    """A layer of that subclass, which pickle and copy do not find by its name."""
-    cls = _keeping(base)
-    return cls.__new__(cls)
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..base.cache import SkippingLayer, cache_layer, cache_of, remembered
+from ..base.cache import cache_layer, cache_of, remembered
+from ..base.cache_layers import SkippingLayer
 from ..base.families import Family
 from ..base.sublayers import Kwargs
 from .attention import write_keys_values

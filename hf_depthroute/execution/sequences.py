@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.cache import SkippingLayer, cache_layer, cache_of, can_skip, remember, remembered
+from ..base.cache import cache_layer, cache_of, can_skip, remember, remembered
+from ..base.cache_layers import SkippingLayer
 from ..base.recorded import records_attention
 from ..base.sublayers import Kwargs
 from ..routing.plan import RoutePlan

@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import DynamicCache, StaticCache
 
 from hf_depthroute import calibrate, record_routes, replay_routes, route_cost, use_budget
-from hf_depthroute.base.cache import SkippingLayer, kv_cache_bytes
+from hf_depthroute.base.cache import kv_cache_bytes
+from hf_depthroute.base.cache_layers import SkippingLayer
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.execution.sequences import decide_sequences
 from hf_depthroute.routing.stack import routings_of
