@@ -44,33 +44,28 @@ def gathered_update(
         slice_rows: At most this many rows in one call of a path; None for all at once.
         weight: Float `[B, T]`; what the full path's update is multiplied by.
     """
+    if weight is not None:
+        weight = weight[..., None].to(a.dtype)  # [B, T, 1]
     # One token: a choice between two calls, no indexing.
     if mask.numel() == 1 and not torch.is_grad_enabled():
-        if not mask:
-            if cheap is None:
-                return a
-            return a.add_(cheap(a))
-        return a.add_(
-            full(x) if weight is None else full(x) * weight.view(*a.shape[:-1], 1).to(a.dtype)
-        )
-    width = a.shape[-1]
-    rows = a.reshape(-1, width)  # [N, d]
-    x_rows = x.reshape(-1, width)  # [N, d]
+        if mask:
+            return a.add_(full(x) if weight is None else full(x) * weight)
+        if cheap is None:
+            return a
+        return a.add_(cheap(a))
+    rows = a.reshape(-1, a.shape[-1])  # [N, d]
     flat = mask.reshape(-1)  # [N]
-    weight_N = None
-    if weight is not None:
-        weight_N = weight.reshape(-1, 1).to(a.dtype)
     full_index = flat.nonzero().squeeze(-1)  # [F]
     # Nothing is skipped: no gather, and bit for bit what the base computes.
-    if full_index.numel() == rows.shape[0]:
-        if weight_N is None:
-            return a + full(x)
-        return a + full(x) * weight_N.view(*a.shape[:-1], 1)
+    if full_index.numel() == len(rows):
+        return a + (full(x) if weight is None else full(x) * weight)
     if full_index.numel() == 0 and cheap is not None:  # everything is skipped: no gather either
         return a + cheap(a)
     out = rows.clone() if torch.is_grad_enabled() else rows
     if cheap is not None:
         out = add_rows(out, rows, _others(flat, len(full_index)), cheap, slice_rows, None)
+    x_rows = x.reshape(-1, x.shape[-1])  # [N, d]
+    weight_N = None if weight is None else weight.reshape(-1, 1)
     return add_rows(out, x_rows, full_index, full, slice_rows, weight_N).view(a.shape)
 
 
