@@ -139,18 +139,14 @@ def _multiply(
     few = len(x) <= _FEW
     weight = weight.contiguous()
     sizes = {"WIDTH": x.shape[1], "OUT": len(weight), "PRECISION": _precision(x)}
+    if few:
+        sizes |= {"N": number, "BLOCK_M": 1 if number == 1 else _FEW}
 
     def launch(choice: Choice, chosen: Rows, out: Tensor) -> None:
         arguments = x, *chosen, weight, up, bias, stream, scale, out
         columns = triton.cdiv(len(weight), choice.blocks["BLOCK_N"])
         if few:
-            rows.multiply_few[(columns,)](
-                *arguments,
-                N=number,
-                BLOCK_M=1 if number == 1 else _FEW,
-                **sizes,
-                **choice.options(),
-            )
+            rows.multiply_few[(columns,)](*arguments, **sizes, **choice.options())
         else:
             grid = (triton.cdiv(number, choice.blocks["BLOCK_M"]) * columns,)
             rows.multiply_many[grid](*arguments, **sizes, **choice.options())
@@ -193,14 +189,9 @@ def _attend_many(
         assert allowed is not None
         bounds = mask.new_empty(len(allowed), length, 3, dtype=torch.int32)
         queries.visible_range[(length, len(allowed))](
-            allowed,
-            bounds,
-            allowed.shape[-1],
-            allowed.stride(0),
-            allowed.stride(2),
-            length,
+            allowed, bounds, allowed.shape[-1], allowed.stride(0), allowed.stride(2), length,
             BLOCK=1024,
-        )
+        )  # fmt: skip
 
     def launch(choice: Choice, chosen: Rows, out: Tensor) -> None:
         grid = (triton.cdiv(length, choice.blocks["BLOCK_M"]), q.shape[2], batch)

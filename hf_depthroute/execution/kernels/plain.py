@@ -105,30 +105,20 @@ def attend(
         time_F = chosen.nonzero().squeeze(-1)
         if not time_F.numel():
             continue
-        parts: list[tuple[Tensor, Tensor | None, int]]
         if allowed is not None:
-            rows = allowed[b if len(allowed) > 1 else 0, 0]  # [T, S]
-            parts = [(time_F, rows[time_F], keys.shape[2])]
-        else:
-            # A slice of the queries sees no more keys than its last one needs.
-            parts = [
-                (
-                    part,
-                    None if int(part[0]) == int(part[-1]) else _causal(part, past),
-                    past + int(part[-1]) + 1,
-                )
-                for part in time_F.split(_CAUSAL_SLICE)
-            ]
-        for time, seen, length in parts:
+            rows = allowed[b if len(allowed) > 1 else 0, 0, time_F]  # [F, S]
+            out[b, time_F] = _attention(q[b, time_F], keys[b], values[b], rows, scaling)
+            continue
+        # A slice of the queries sees no more keys than its last one needs.
+        for time in time_F.split(_CAUSAL_SLICE):
+            end = past + int(time[-1]) + 1
+            seen = None
+            if len(time) > 1:
+                seen = torch.arange(end, device=q.device) <= past + time[:, None]
             out[b, time] = _attention(
-                q[b, time], keys[b, :, :length], values[b, :, :length], seen, scaling
+                q[b, time], keys[b, :, :end], values[b, :, :end], seen, scaling
             )
     return out
-
-
-def _causal(time_F: Tensor, past: int) -> Tensor:
-    """Bool `[F, keys that the last query sees]`."""
-    return torch.arange(past + int(time_F[-1]) + 1, device=time_F.device) <= past + time_F[:, None]
 
 
 def _attention(
