@@ -82,25 +82,23 @@ def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: K
     # A chosen query's sequence, 0..R-1, and its slot there, 0..Q-1.
     row_N = (count_B > 0).cumsum(0)[row_N] - 1
     slot_N = (mask.cumsum(dim=1) - 1)[mask]
-    padded = queries.new_zeros(len(used_R), int(count_B.max()), *queries.shape[1:])
-    padded[row_N, slot_N] = queries  # [R, Q, H, k]
-    padded = padded.transpose(1, 2)
+    shape = len(used_R), int(count_B.max())
 
+    def padded(rows: Tensor, fill: int = 0) -> Tensor:  # [N, ...] -> [R, Q, ...]
+        out = rows.new_full((*shape, *rows.shape[1:]), fill)
+        out[row_N, slot_N] = rows
+        return out
+
+    queries = padded(queries).transpose(1, 2)
     allowed = kwargs.get("attention_mask")
     if allowed is None and x.shape[1] > 1:
-        time_RQ = row_N.new_zeros(len(used_R), padded.shape[2])
-        time_RQ[row_N, slot_N] = time_N
-        out = _causal(attention, make, padded, keys, values, time_RQ)
+        out = _causal(attention, make, queries, keys, values, padded(time_N))
     else:
-        if allowed is not None:  # the rows of the chosen queries, free where padded
-            allowed = (
-                allowed[..., : keys.shape[2]].expand(len(mask), -1, -1, -1).transpose(1, 2)[mask]
-            )
-            shape = (len(used_R), padded.shape[2], *allowed.shape[1:])  # [R, Q, 1 or H, S]
-            free = allowed.new_full(shape, allowed.dtype == torch.bool)  # every key is visible
-            free[row_N, slot_N] = allowed
-            allowed = free.transpose(1, 2)
-        out = _run(attention, make, padded, keys, values, allowed)
+        if allowed is not None:  # [N, 1 or H, S]; padding sees every key
+            allowed = allowed[..., : keys.shape[2]].expand(len(x), -1, -1, -1)
+            rows = allowed.transpose(1, 2)[mask]
+            allowed = padded(rows, fill=rows.dtype == torch.bool).transpose(1, 2)
+        out = _run(attention, make, queries, keys, values, allowed)
     return make.outputs(attention, out[row_N, slot_N].flatten(-2)[None])[0]
 
 

@@ -37,13 +37,8 @@ class NeuronBranch(Deriving):
 
     Where the base's weights cannot be read directly (quantised, offloaded, hooked, under LoRA:
     `is_readable`), the base's projections are called for the whole intermediate: the result is the
-    same, and nothing is saved.
-
-    Args:
-        norm: The base's norm before the FFN; None: it has none.
-        ffn: The base's FFN. It stays the base's: neither module is a child of the branch.
-        width: `d`.
-        count: `r`.
+    same, and nothing is saved. The base's norm before the FFN, if it has one, and its FFN stay the
+    base's: neither is a child of the branch. `width` is `d`, `count` `r`.
     """
 
     def __init__(self, norm: nn.Module | None, ffn: nn.Module, width: int, count: int) -> None:
