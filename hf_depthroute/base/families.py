@@ -237,25 +237,21 @@ VARIANTS: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = {
     ),
 }
 
-# Fields of a configuration that may not be set, for all model types or for one, and why.
+# Fields of a configuration that may not be set, for all model types or for one: "with ...".
 REFUSED: tuple[tuple[str | None, str, str], ...] = (
-    (
-        None,
-        "add_cross_attention",
-        "with cross-attention is not supported; use a decoder-only model",
-    ),
+    (None, "add_cross_attention", "cross-attention is not supported; use a decoder-only model"),
     (
         None,
         "use_bidirectional_attention",
-        "with bidirectional attention is not supported; routing is causal",
+        "bidirectional attention is not supported; routing is causal",
     ),
     (
         "falcon",
         "alibi",
-        "with alibi=True is not supported: its position biases are not handed down by sequence",
+        "alibi=True is not supported: its position biases are not handed down by sequence",
     ),
-    ("falcon", "hidden_dropout", "with hidden_dropout above 0 is not supported; set it to 0"),
-    ("falcon", "attention_dropout", "with attention_dropout above 0 is not supported; set it to 0"),
+    ("falcon", "hidden_dropout", "hidden_dropout above 0 is not supported; set it to 0"),
+    ("falcon", "attention_dropout", "attention_dropout above 0 is not supported; set it to 0"),
 )
 
 
@@ -277,7 +273,7 @@ def row_of(config: object) -> Family:
         )
     for only, field, reason in REFUSED:
         if only in (None, model_type) and field_of(config, field):
-            raise UnsupportedModelError(f"{model_type} {reason}")
+            raise UnsupportedModelError(f"{model_type} with {reason}")
     row = FAMILIES[model_type]
     for _, fields, changes in VARIANTS.get(model_type, ()):
         if all(field_of(config, name) == value for name, value in fields.items()):
