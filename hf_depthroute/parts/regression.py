@@ -7,6 +7,8 @@ Shapes: N rows, S rows that are to be told apart, d features, m outputs, r rank.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from ..base.distributed import own_rows, rows_of_all, total
 
 _SINK = 5.0  # a token with this many times the median norm is an attention sink
 _RANGE = 20.0  # SiLU of minus this is nothing
+_TAKEN = 0.01  # of the rows that are not apart, at most, are taken for ones that are
 _PENALTY = 1e-2
 _ADDED = 1024  # rows in one float32 product
 _NEARLY_LINEAR = 0.1  # standard deviation of the input of a SiLU that is to be nearly linear
@@ -80,7 +83,9 @@ def separating_unit(x_Nd: Tensor, apart_Sd: Tensor) -> tuple[Tensor, Tensor]:
     and at most -20 at the others.
 
     The direction is that of linear discriminant analysis. Where the two overlap, it is 20 at the
-    rows in `apart` all the same, and above 0 at some of the others, too.
+    rows in `apart` all the same, and above 0 at some of the others, too, but at no more than a
+    hundredth of them: a row in `apart` that looks like the rest is left with them. Where all do, it
+    is -20 everywhere.
     """
     count = count_of_all(x_Nd)
     mean_d = total(x_Nd.sum(0)) / count
@@ -91,7 +96,10 @@ def separating_unit(x_Nd: Tensor, apart_Sd: Tensor) -> tuple[Tensor, Tensor]:
     direction_d = ridge_weights(gram_dd / count, apart_d1, 0.1).squeeze(1).to(x_Nd)
     others_N = rows_of_all(centred_Nd @ direction_d)
     apart_S = rows_of_all((apart_Sd - mean_d) @ direction_d)
-    low = apart_S.min()
+    told_S = apart_S[apart_S > others_N.kthvalue(math.ceil((1 - _TAKEN) * len(others_N))).values]
+    if not len(told_S):
+        return torch.zeros_like(direction_d), direction_d.new_tensor(-_RANGE)
+    low = told_S.min()
     middle = others_N.median()
     high = torch.minimum(others_N.max(), low - 0.1 * (low - middle))
     weights_d = direction_d * (2 * _RANGE / (low - high).clamp(min=1e-30))

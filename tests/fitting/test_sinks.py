@@ -113,3 +113,16 @@ def test_a_separating_unit_tells_two_kinds_of_rows_apart() -> None:
     mixed = torch.cat([rows, rows[:1] + 0.01])  # one of them is like the others
     weight, bias = separating_unit(rows, mixed[-1:])
     assert float(mixed[-1] @ weight + bias) > 19
+
+
+def test_a_row_that_looks_like_the_others_is_left_there() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, apart = torch.randn(500, 12, generator=generator), torch.randn(5, 12, generator=generator)
+    apart[:4, 3] += 12.0
+    apart[4, 3] = -1.0  # below the others' middle: it was told apart by all of them
+    weight, bias = separating_unit(rows, apart)
+    assert float((rows @ weight + bias).max()) < -19
+    assert float((apart[:4] @ weight + bias).min()) > 19 and float(apart[4] @ weight + bias) < -19
+    apart = torch.randn(50, 12, generator=generator)  # no different at all
+    weight, bias = separating_unit(rows, apart)
+    assert float((rows @ weight + bias > 0).float().mean()) <= 0.01
