@@ -169,8 +169,9 @@ def pack(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Tokenise, join and cut into blocks of exactly `length` tokens.
 
-    Texts are separated by the beginning token where the tokenizer puts one, by the end token
-    otherwise.
+    Where the tokenizer puts a beginning token before a text, every block begins with one, as every
+    prompt does: without it, Gemma loses two nats more. Otherwise texts are separated by the end
+    token.
 
     The result has `input_ids` and `attention_mask` (all ones), each `[length]`, and `labels` equal
     to `input_ids`. The tail of each batch of 1,000 texts that does not fill a block is dropped. A
@@ -183,9 +184,12 @@ def pack(
         raise DataError(
             f"block length {length} must be at least 2 tokens: the loss is on the next token"
         )
+    begin = tokenizer("a", verbose=False)["input_ids"][:1]
     end = []
-    if tokenizer.eos_token_id is not None:
-        end = [tokenizer.eos_token_id]
+    if begin != [tokenizer.bos_token_id]:
+        begin = []
+        if tokenizer.eos_token_id is not None:
+            end = [tokenizer.eos_token_id]
 
     def to_blocks(batch: dict[str, list[object]]) -> dict[str, list[list[int]]]:
         texts = [text for text in batch["text"] if text]
@@ -194,11 +198,8 @@ def pack(
                 raise DataError(f"the text column holds {type(text).__name__}, not text")
         stream: list[int] = []
         for ids in tokenizer(texts, verbose=False)["input_ids"] if texts else []:
-            begins = bool(ids) and ids[0] == tokenizer.bos_token_id
-            stream += ids
-            if not begins:
-                stream += end
-        blocks = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
+            stream += ids + end
+        blocks = _cut(stream, length, begin)
         return {
             "input_ids": blocks,
             "attention_mask": [[1] * length for _ in blocks],
@@ -213,6 +214,21 @@ def pack(
             "text"
         )
     return packed
+
+
+def _cut(stream: list[int], length: int, begin: list[int]) -> list[list[int]]:
+    """Blocks of `length` tokens that all begin with `begin`, of at most one token."""
+    blocks: list[list[int]] = []
+    start = 0
+    while True:
+        added = begin
+        if stream[start : start + 1] == begin:
+            added = []
+        block = added + stream[start : start + length - len(added)]
+        if len(block) < length:
+            return blocks
+        blocks.append(block)
+        start += length - len(added)
 
 
 def _has_configurations(source: str) -> bool:

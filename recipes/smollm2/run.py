@@ -75,7 +75,7 @@ class Texts:
         drawn by `seed`."""
         drawn, generator = [], torch.Generator().manual_seed(seed)
         for rows in self.fit.values():
-            rows = rows.reshape(-1, length)
+            rows = pieces(rows, length)
             drawn.append(
                 rows[
                     torch.randperm(len(rows), generator=generator)[
@@ -88,8 +88,22 @@ class Texts:
 
 
 def _rows(text: str, tokenizer: Any, length: int) -> torch.Tensor:
+    """Rows of `length`, each with the beginning token where the tokenizer puts one."""
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
-    return ids[: len(ids) // length * length].view(-1, length)
+    if ids[0] != tokenizer.bos_token_id:
+        return ids[: len(ids) // length * length].view(-1, length)
+    begin, ids = ids[:1], ids[1:]
+    rows = ids[: len(ids) // (length - 1) * (length - 1)].view(-1, length - 1)
+    return torch.cat([begin.expand(len(rows), 1), rows], dim=1)
+
+
+def pieces(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Rows cut to `length`; where all begin with one token, so do the pieces,
+    in the place of their first."""
+    cut = rows.reshape(-1, length)
+    if len(rows) > 1 and bool((rows[:, 0] == rows[0, 0]).all()):
+        cut = torch.cat([rows[:1, :1].expand(len(cut), 1), cut[:, 1:]], dim=1)
+    return cut
 
 
 def batches(ids: torch.Tensor, size: int = 4) -> list[dict[str, torch.Tensor]]:
@@ -107,7 +121,7 @@ def row_losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def all_tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
     found = []
-    for batch in batches(ids.reshape(-1, LENGTH)):
+    for batch in batches(pieces(ids, LENGTH)):
         logits = model(**batch, use_cache=False).logits
         found.append(row_losses(logits[:, :-1], batch["input_ids"][:, 1:]))
     return torch.cat(found)

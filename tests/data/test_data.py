@@ -9,6 +9,7 @@ import datasets
 import pytest
 from embedded_base.pretrain import fingerprint
 from text_models import word_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from hf_depthroute.data.text import PYTHON_STDLIB, DataError, load_text, pack, stdlib_files
 
@@ -120,6 +121,21 @@ def test_slices_of_the_stdlib_are_its_files_in_order() -> None:
 
 def test_fingerprint_depends_on_where_texts_end() -> None:
     assert fingerprint(["ab", "c"]) != fingerprint(["a", "bc"])
+
+
+def test_every_block_begins_as_a_prompt_does(text_file: Path) -> None:
+    tokenizer = word_tokenizer()
+    begin = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", begin)]
+    )
+    assert tokenizer(WORDS)["input_ids"][0] == begin
+    rows = [row["input_ids"] for row in pack(load_text(str(text_file)), tokenizer, 8)]
+    assert all(len(row) == 8 and row[0] == begin for row in rows)
+    assert not any(row[1] == begin for row in rows)  # also where a text begins with the block
+    words = tokenizer(WORDS, add_special_tokens=False)["input_ids"] * 20
+    joined = [token for row in rows for token in row if token != begin]
+    assert joined == words[: len(joined)] and len(words) - len(joined) < 8
 
 
 def test_blocks_are_the_token_stream_with_end_tokens(text_file: Path) -> None:
