@@ -28,6 +28,7 @@ from hf_depthroute.evaluation.flops import (
     PARTS,
     Matrix,
     attention_sizes,
+    branch_share,
     matrices,
     query_key_pairs,
     runs_full,
@@ -190,7 +191,8 @@ def count_work(
         pairs = batch * query_key_pairs(length, cached, windows[index])
         work.add("attention core", twice * share * pairs * per_pair, twice * size * moved)
         if routing is not None:
-            _count_router(work, routing, config, tokens, length, 1.0 if trains else 1 - rows, again)
+            cheap = 1.0 if trains else branch_share(routing, config, rows)
+            _count_router(work, routing, config, tokens, length, cheap, again)
     again = 2.0 if trains else 1.0
     kept, width, vocabulary = batch * logits, config.hidden_size, config.vocab_size
     moved = size * (width * vocabulary + kept * (width + vocabulary))
