@@ -126,7 +126,8 @@ def fit_router(
             accelerate. It is changed in place, as by `get_depth_routed_model`, and left in eval
             mode.
         batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each
-            `[B, T]`; see `calibrate`. 16,000 tokens are enough for a model of the size of
+            `[B, T]`; see `calibrate`. Rows should begin as prompts do, with the beginning token
+            where the tokenizer puts one. 16,000 tokens are enough for a model of the size of
             Qwen2.5-0.5B; they are kept in memory.
         keep: In (0, 1): the share of all calls of the target in the whole model that run in full.
             Which layers they are in is found on the text.
