@@ -170,8 +170,8 @@ def pack(
     """Tokenise, join and cut into blocks of exactly `length` tokens.
 
     Where the tokenizer puts a beginning token before a text, every block begins with one, as every
-    prompt does: without it, Gemma loses two nats more. Otherwise texts are separated by the end
-    token.
+    prompt does: some models, such as Gemma, read other rows much worse. Otherwise texts are
+    separated by the end token.
 
     The result has `input_ids` and `attention_mask` (all ones), each `[length]`, and `labels` equal
     to `input_ids`. The tail of each batch of 1,000 texts that does not fill a block is dropped. A
