@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 import torch
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from ..base.cache import cache_of, is_paged
@@ -210,6 +209,4 @@ def _rotated(attention: Any, make: Projections, x: Tensor, cos: Tensor, sin: Ten
 
 def _source_of(attention: Any) -> Any:
     """The Python module that defines the attention, also one that PEFT has copied."""
-    if isinstance(attention, AuxiliaryTrainingWrapper):
-        attention = attention.original_module
-    return sys.modules[type(attention).__module__]
+    return sys.modules[type(getattr(attention, "original_module", attention)).__module__]
