@@ -50,7 +50,7 @@ def any_drops(parent: nn.Module, names: Iterable[str]) -> bool:
     """Whether one of the named dropouts of `parent` drops something, as where a model generates in
     training mode, or is watched."""
     parts: list[Any] = [getattr(parent, name) for name in names]
-    return any(is_watched(part) or (part.training and part.p > 0) for part in parts)
+    return any(is_watched(part) or (part.training and getattr(part, "p", 0) > 0) for part in parts)
 
 
 def is_whole(weight: object) -> bool:

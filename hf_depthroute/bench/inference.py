@@ -214,7 +214,9 @@ class Times:
         }
         if dense[0] == BASE:
             # In the mode that the dense model is fastest in, for like with like.
-            for name in (name for name in (DISABLED, FULL) if name in self.variants.names):
+            for name in (DISABLED, FULL):
+                if name not in self.variants.names:
+                    continue
                 value, error = samples.ratio((name, dense[1]), dense).rounded()
                 found["overheads"][name] = {"ratio": value, "ratio_error": error, "mode": dense[1]}
             found["disabled_over_base"] = found["overheads"][DISABLED]["ratio"]

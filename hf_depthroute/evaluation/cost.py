@@ -111,7 +111,8 @@ def route_cost(
         met = flops.matrices(stack.layers[routing.layer_index], config, stack.family, routing)
         part = sum(m.left_out * m.per_token for m in met) + flops.memory_weights(routing)
         gate = flops.gate_weights(routing, length)
-        branch = flops.branch_share(routing, config, share) * flops.branch_weights(routing, config)
+        branch = flops.branch_share(routing, config, share, length)
+        branch *= flops.branch_weights(routing, config)
         ratios.append(share + (branch + gate) / max(part, 1.0))
         gates += 2.0 * gate
         branches += 2.0 * branch

@@ -145,9 +145,9 @@ def branch_weights(routing: Routing, config: PreTrainedConfig) -> float:
     return weights
 
 
-def branch_share(routing: Routing, config: PreTrainedConfig, full: float) -> float:
-    """The share of tokens that meet the cheap branch, where the share `full` of all decisions
-    is for full.
+def branch_share(routing: Routing, config: PreTrainedConfig, full: float, length: int) -> float:
+    """The share of `length` tokens that meet the cheap branch, where the share `full` of all
+    decisions, of what always runs in full too, is for full.
 
     Where each pair of a token and an expert is decided by itself, it is the tokens that drop at
     least one of theirs, if pairs are dropped independently. `config` is the base model's.
@@ -155,7 +155,10 @@ def branch_share(routing: Routing, config: PreTrainedConfig, full: float) -> flo
     one_a_token = routing.active_config().expert_gates == "per_layer"
     if not routing.active_target().per_pair or (one_a_token and not routing.active_gate().static):
         return 1 - full
-    return 1.0 - full**config.num_experts_per_tok
+    routed = 1 - share_in_full(routing, length)
+    if routed == 0:
+        return 0.0
+    return routed * (1 - (1 - (1 - full) / routed) ** config.num_experts_per_tok)
 
 
 def memory_weights(routing: Routing, of_branch: bool = False) -> float:
@@ -238,7 +241,7 @@ def count_flops(
         flops["attention core"] += (full if skips else 1.0) * batch * pairs * per_pair
         if routing is not None:
             weights = gate_weights(routing, length) + memory_weights(routing)
-            weights += branch_share(routing, config, full) * branch_weights(routing, config)
+            weights += branch_share(routing, config, full, length) * branch_weights(routing, config)
             flops["router"] += 2.0 * tokens * weights
     flops["head"] = 2.0 * batch * logits * config.hidden_size * config.vocab_size
     return flops

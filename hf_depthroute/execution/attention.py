@@ -22,6 +22,8 @@ from .kernels import attend_rows, linear_rows
 from .kernels.eligible import is_plain_linear
 
 _KERNELS = ("sdpa", "eager")  # attention implementations that take any subset of the queries
+# Of a configuration; what they drop of a subset would be another draw.
+_DROPOUTS = ("attention_dropout", "attn_pdrop")
 # Chosen queries of a sequence that are run against one cut of the keys. Fewer read more keys than
 # they use up, since keys are repeated for every slice; more see keys that come after them.
 _CAUSAL_SLICE = 256
@@ -31,8 +33,10 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: Kwargs) -> 
     """Whether `attended_rows` can stand in for a call of `attention`."""
     config: Any = attention.config
     kind = config._attn_implementation
+    drops = attention.training and any(getattr(config, name, 0) for name in _DROPOUTS)
     return (
         style is not None
+        and not drops
         and not is_paged(kwargs)
         and not is_watched(attention)
         and kind in _KERNELS

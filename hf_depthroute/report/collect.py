@@ -114,11 +114,6 @@ class RunReport:
         """The share of decisions for full at one budget, mean over the layers with a gate."""
         return statistics.fmean(layer.full_ratio for layer in self.gated(number).values())
 
-    def share_of_loss(self, number: int) -> float:
-        """That share on the text that the budget's loss was taken on, which may be another."""
-        layers = len(self.scores[number])
-        return float(self.routed[number]["full_ratio"]) * layers / len(self.gated(number))
-
     @property
     def has_thresholds(self) -> bool:
         """Whether scores were compared with thresholds."""

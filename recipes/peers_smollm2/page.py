@@ -142,7 +142,7 @@ def section() -> list[str]:
             "are counted. *decode ≠ pass*: of 32 decoded tokens, how many a pass over the same "
             "text would choose otherwise, and the greatest difference of logits. *Batch* and "
             "*padding*: of four rows, how many answer otherwise than alone. One seed, four rows of "
-            "each text; ± over rows. The loss of prompts only is not to be compared with the "
+            "each text (for prompts only, two of 512); ± over rows. The loss of prompts only is not to be compared with the "
             "others', which route or leave out for every token: what ShortGPT and POP cost prompts "
             "alone is under *A real model*."
         ),
@@ -189,7 +189,7 @@ def brief() -> str:
     return (
         "SmolLM2-135M-Instruct, nats over dense, and the time of a prompt of 1,024 over dense. "
         f"Every token: {', '.join(filter(None, every))}; another setting, the text behind prompts "
-        f"that alone are routed: {told('prompts')}. Four rows of each of five texts, one seed"
+        f"that alone are routed: {told('prompts')}. Four rows of each of five texts (of prompts two, of 512), one seed"
     )
 
 

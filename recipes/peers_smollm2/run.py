@@ -28,7 +28,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))  # `smollm2` is there
 from measure import attempt, behaviour, first_line, timed  # noqa: E402
-from smollm2.run import LENGTH, ROW, SETTINGS, Texts, base, batches, row_losses  # noqa: E402
+from smollm2.run import LENGTH, ROW, SETTINGS, Texts, base, batches, pieces, row_losses  # noqa: E402
 from systems import PEERS, Setup, System  # noqa: E402
 
 from hf_depthroute.bench.timing import describe_machine  # noqa: E402
@@ -65,7 +65,7 @@ def losses(system: System, ids: torch.Tensor, setting: str) -> torch.Tensor:
     if setting == "prompts":
         return SETTINGS["prompts"](system.model, ids)
     found = []
-    for batch in batches(ids.reshape(-1, LENGTH)):
+    for batch in batches(pieces(ids, LENGTH)):
         logits = system.logits(batch["input_ids"])
         found.append(row_losses(logits[:, :-1], batch["input_ids"][:, 1:]))
     return torch.cat(found)
@@ -119,7 +119,7 @@ def measured(name: str, setup: Setup, dense: Dense) -> dict[str, Any]:
     except Exception as error:  # what a package cannot do is a result
         return {"fails": first_line(error)}
     made = round(time.perf_counter() - started)
-    ids = torch.cat([rows.reshape(-1, LENGTH)[:1] for rows in dense.texts["all"].values()])[:4]
+    ids = torch.cat([pieces(rows, LENGTH)[:1] for rows in dense.texts["all"].values()])[:4]
     setting = "prompts" if name == "prompts" else "all"
     found = {"trained": system.trained, "setting": setting, "seconds_to_make": made}
     found |= behaviour(system, ids, dense.depth)

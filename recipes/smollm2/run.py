@@ -376,7 +376,7 @@ class Run:
             self.args.train,
         )
         each = -(-steps * TRAINED // len(self.texts.fit))
-        rows = torch.cat([rows.reshape(-1, length)[:each] for rows in self.texts.fit.values()])
+        rows = torch.cat([pieces(rows, length)[:each] for rows in self.texts.fit.values()])
         model = base(self.args.model, torch.bfloat16)
         model = PeftModel.from_pretrained(
             model, str(self.args.work / part.replace(" ", "-")), is_trainable=True

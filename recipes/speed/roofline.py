@@ -191,7 +191,7 @@ def count_work(
         pairs = batch * query_key_pairs(length, cached, windows[index])
         work.add("attention core", twice * share * pairs * per_pair, twice * size * moved)
         if routing is not None:
-            cheap = 1.0 if trains else branch_share(routing, config, rows)
+            cheap = 1.0 if trains else branch_share(routing, config, rows, length)
             _count_router(work, routing, config, tokens, length, cheap, again)
     again = 2.0 if trains else 1.0
     kept, width, vocabulary = batch * logits, config.hidden_size, config.vocab_size

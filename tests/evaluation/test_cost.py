@@ -92,6 +92,15 @@ def test_a_token_that_drops_one_of_its_experts_pays_for_the_whole_branch(expert_
     assert cost.ffn_ratio == 0.5 + spent / (2 * 3 * 32 * 64)
 
 
+def test_of_a_prompt_whose_end_runs_in_full_the_rest_alone_drops_experts():
+    fields = {"target": "experts", "layers": "all", "gate": "linear", "branch_rank": 8}
+    config = DepthRouteConfig(**fields, phases="prefill", prompt_tail=8)
+    model = get_depth_routed_model(build_base("olmoe"), config)
+    cost = route_cost(model, length=16, budget=0.5)
+    spent = 32 * 4 + 0.5 * 0.75 * 2 * 8 * 32  # of eight tokens, two keep both of their experts
+    assert cost.flops_routed - cost.flops_ideal == pytest.approx(2 * 4 * 16 * spent)
+
+
 def narrow(**fields):
     sizes = {
         "hidden_size": 64,

@@ -456,3 +456,23 @@ def test_a_step_in_training_mode_drops_what_the_general_pass_drops(family: str, 
         found.append(torch.cat(steps, dim=1))
     torch.testing.assert_close(found[0], found[2], atol=1e-5, rtol=0)
     torch.testing.assert_close(found[1], found[2], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family, drops", [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")])
+def test_a_routed_attention_in_training_mode_has_its_own_dropout(family: str, drops: str) -> None:
+    model = build_routed(family, "attention", attention="eager")
+    setattr(model.get_base_model().config, drops, 1.0)
+    for module in model.modules():
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 1.0
+        if isinstance(getattr(module, "attn_dropout", None), torch.nn.Dropout):
+            module.attn_dropout.p = 1.0
+    found = {}
+    for training in (False, True):
+        model.train(training)
+        for executor in ("gathered", "rows", "masked"):
+            with torch.no_grad(), state_of(model).override(executor=executor):
+                found[training, executor] = model(tokens(2, 12)).logits
+    assert (found[True, "masked"] - found[False, "masked"]).abs().max() > 0.1
+    for executor in ("gathered", "rows"):
+        torch.testing.assert_close(found[True, executor], found[True, "masked"], atol=1e-5, rtol=0)

@@ -266,7 +266,9 @@ def test_losses_from_a_file_are_of_the_text_that_it_names(folders, tmp_path, cap
         assert code == 0, err
         page = (tmp_path / "page.html").read_text()
         assert f"<dt>Text of the losses</dt><dd>{said}</dd>" in page
-        assert "With 50% of these decisions for full, the loss is 2.510" in page  # of that text
+        assert (
+            "With 50% of the routed layers' calls in full, the loss is 2.510" in page
+        )  # of that text
         assert "<dt>Text</dt><dd>text.txt, split train, 2 blocks of 16 tokens</dd>" in page
 
 
