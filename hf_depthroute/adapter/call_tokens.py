@@ -128,12 +128,14 @@ def seen_by_head(
     """Among which tokens the model's head takes the last one, bool `[B, T]`; None: among all.
 
     A sequence classifier passes over every token that has the id of padding, with a mask or
-    without.
+    without; of embeddings it takes the last, whatever the mask says.
     """
-    padding = getattr(getattr(decoder, "config", None), "pad_token_id", None)
-    if padding is None or inputs.is_floating_point():
-        return real
     if not any(config.task_type == "SEQ_CLS" for config in configs):
+        return real
+    if inputs.is_floating_point():
+        return None
+    padding = getattr(getattr(decoder, "config", None), "pad_token_id", None)
+    if padding is None:
         return real
     return where_real(inputs != padding, real)
 

@@ -16,6 +16,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from ..config.adapter import ConfigError, DepthRouteConfig
+from ..parts.neurons import NeuronBranch
 from ..routing.routing import Routing
 
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
@@ -38,10 +39,13 @@ def check_modules_to_save(
                     "of it"
                 )
         copied |= matched.keys()
-    for path in sorted(copied):
+    modules = model.named_modules()
+    others = {path for path, module in modules if isinstance(module, AuxiliaryTrainingWrapper)}
+    for path in sorted(copied | others):
         parents = itertools.accumulate(path.split("."), lambda parent, name: f"{parent}.{name}")
-        outer = next((parent for parent in parents if parent in copied and parent != path), None)
-        if outer is not None:
+        held = (parent for parent in parents if parent in copied | others and parent != path)
+        outer = next(held, None)
+        if outer is not None and not copied.isdisjoint({path, outer}):
             raise ConfigError(
                 f"modules_to_save: {path} is a part of {outer}, which is copied too; name modules "
                 f"in full, such as {outer!r}"
@@ -60,10 +64,15 @@ def matching(model: nn.Module, name: str) -> dict[str, nn.Module]:
 
 
 def check_names_of_others(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise `ConfigError` where another method's `modules_to_save` means parts of routers.
+    """Raise `ConfigError` where another method's `modules_to_save` means parts of routers, or what
+    their branches of neurons read.
 
-    PEFT would put copies in their place, and the router could not be saved any more.
+    PEFT would put copies in their place: the router could not be saved any more, or its branch
+    would go on with the base's.
     """
+    branches = [module for module in model.modules() if isinstance(module, NeuronBranch)]
+    read = {module for branch in branches for module in branch.sources()}
+    paths = [path for path, module in model.named_modules() if module in read]
     inside = [
         f"{path}.{part}"
         for path, module in model.named_modules()
@@ -77,6 +86,11 @@ def check_names_of_others(model: nn.Module, names: Iterable[str]) -> None:
                 f"modules_to_save: {name!r} also means {path}, a part of the router; name more of "
                 "the module, such as 'model.norm', or put this adapter on the base before the "
                 "router"
+            )
+        if path := next((path for path in paths if path.endswith(name)), None):
+            raise ConfigError(
+                f"modules_to_save: {name!r} means {path}, of which a router's branch='neurons' "
+                "reads the base's own; leave it out, or route with branch='lowrank'"
             )
 
 

@@ -48,11 +48,12 @@ class Limits:
 
     @property
     def body_bytes(self) -> int:
-        """No prompt within the limit needs more: tokens are words, and chats have roles and tools.
+        """No prompt within the limit needs more: tokens are words, of which JSON may write a letter
+        in 6 bytes, and chats have roles and tools.
 
         A longer one would be tokenised before it is refused, and all wait meanwhile.
         """
-        return (1 << 16) + 32 * self.prompt_tokens
+        return (1 << 16) + 64 * self.prompt_tokens
 
 
 def _within_limit(value: int, info: ValidationInfo) -> int:

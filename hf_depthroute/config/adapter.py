@@ -50,7 +50,7 @@ class DepthRouteConfig(AdapterFields, PeftConfig):
         self._check()
 
     def to_dict(self) -> dict[str, Any]:
-        """The values to save."""
+        """The values to save. The weights' hash is written together with the weights."""
         return self._to_save(super().to_dict())
 
 

@@ -169,9 +169,9 @@ def pack(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Tokenise, join and cut into blocks of exactly `length` tokens.
 
-    Where the tokenizer puts a beginning token before a text, every block begins with one, as every
-    prompt does: some models, such as Gemma, read other rows much worse. Otherwise texts are
-    separated by the end token.
+    Where the tokenizer puts tokens before a text, every block begins with them, as every prompt
+    does: some models, such as Gemma, read other rows much worse. Where it puts none, before or
+    behind, texts are separated by the end token.
 
     The result has `input_ids` and `attention_mask` (all ones), each `[length]`, and `labels` equal
     to `input_ids`. The tail of each batch of 1,000 texts that does not fill a block is dropped. A
@@ -180,16 +180,15 @@ def pack(
     Raises:
         DataError: `length` is below 2, the text is shorter than one block, or it is not text.
     """
-    if length < 2:
+    begin, behind = _put_around(tokenizer)
+    if length < 2 or length <= len(begin):
         raise DataError(
-            f"block length {length} must be at least 2 tokens: the loss is on the next token"
+            f"block length {length} must be at least {max(2, len(begin) + 1)} tokens: the loss is "
+            "on the next token"
         )
-    begin = tokenizer("a", verbose=False)["input_ids"][:1]
     end = []
-    if begin != [tokenizer.bos_token_id]:
-        begin = []
-        if tokenizer.eos_token_id is not None:
-            end = [tokenizer.eos_token_id]
+    if not begin and not behind and tokenizer.eos_token_id is not None:
+        end = [tokenizer.eos_token_id]
 
     def to_blocks(batch: dict[str, list[object]]) -> dict[str, list[list[int]]]:
         texts = [text for text in batch["text"] if text]
@@ -216,13 +215,23 @@ def pack(
     return packed
 
 
+def _put_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer puts before a text, and behind it."""
+    text = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    whole = tokenizer("a", verbose=False)["input_ids"]
+    for start in range(len(whole) - len(text) + 1):
+        if whole[start : start + len(text)] == text:
+            return whole[:start], whole[start + len(text) :]
+    return [], []
+
+
 def _cut(stream: list[int], length: int, begin: list[int]) -> list[list[int]]:
-    """Blocks of `length` tokens that all begin with `begin`, of at most one token."""
+    """Blocks of `length` tokens that all begin with `begin`, of fewer tokens."""
     blocks: list[list[int]] = []
     start = 0
     while True:
         added = begin
-        if stream[start : start + 1] == begin:
+        if stream[start : start + len(begin)] == begin:
             added = []
         block = added + stream[start : start + length - len(added)]
         if len(block) < length:

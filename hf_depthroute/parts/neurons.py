@@ -48,6 +48,10 @@ class NeuronBranch(Deriving):
         self.register_buffer("neurons", torch.arange(count))
         self.down = MixedLinear(count, width)
 
+    def sources(self) -> tuple[nn.Module, ...]:
+        """The base's norm, if any, and FFN."""
+        return tuple(module for module in self._base if module is not None)
+
     def reset_parameters(self, generator: torch.Generator) -> None:
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)

@@ -17,6 +17,7 @@ from ..base.distributed import own_rows, rows_of_all, total
 
 _SINK = 5.0  # a token with this many times the median norm is an attention sink
 _RANGE = 20.0  # SiLU of minus this is nothing
+_MARGIN = 0.1  # below the lowest row that is apart, of its distance from the middle
 _TAKEN = 0.01  # of the rows that are not apart, at most, are taken for ones that are
 _PENALTY = 1e-2
 _ADDED = 1024  # rows in one float32 product
@@ -96,12 +97,14 @@ def separating_unit(x_Nd: Tensor, apart_Sd: Tensor) -> tuple[Tensor, Tensor]:
     direction_d = ridge_weights(gram_dd / count, apart_d1, 0.1).squeeze(1).to(x_Nd)
     others_N = rows_of_all(centred_Nd @ direction_d)
     apart_S = rows_of_all((apart_Sd - mean_d) @ direction_d)
-    told_S = apart_S[apart_S > others_N.kthvalue(math.ceil((1 - _TAKEN) * len(others_N))).values]
+    middle = others_N.median()
+    most = others_N.kthvalue(math.ceil((1 - _TAKEN) * len(others_N))).values
+    # The map is 0 between `low` and `high`, at the lowest here.
+    told_S = apart_S[apart_S - 0.5 * _MARGIN * (apart_S - middle) > most]
     if not len(told_S):
         return torch.zeros_like(direction_d), direction_d.new_tensor(-_RANGE)
     low = told_S.min()
-    middle = others_N.median()
-    high = torch.minimum(others_N.max(), low - 0.1 * (low - middle))
+    high = torch.minimum(others_N.max(), low - _MARGIN * (low - middle))
     weights_d = direction_d * (2 * _RANGE / (low - high).clamp(min=1e-30))
     return weights_d, -_RANGE * (low + high) / (low - high).clamp(min=1e-30) - weights_d @ mean_d
 

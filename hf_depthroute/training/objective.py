@@ -41,18 +41,24 @@ class NonFiniteLossError(RuntimeError):
 class RoutingObjective:
     """Adds the routing losses to a model's own, tracks thresholds, and collects what is logged.
 
+    Args:
+        arguments: Weights, schedules, and which parts train.
+        model: The model with routed layers.
+
     Raises:
         ValueError: The model has no active depth-routed adapter.
+        ConfigError: The adapter's tokens have no labels that the arguments ask for, or it holds a
+            global budget by running ranks.
     """
 
     def __init__(self, arguments: RoutingArguments, model: nn.Module) -> None:
         routings = active_routings(model)
         labels = arguments.uses_oracle() or arguments.cgs_weight > 0
-        if labels and any(routing.active_config().phases == "prefill" for routing in routings):
-            raise ConfigError(NO_LABELS)
-        if labels:
-            check_forkable(routings[0].active_config())
         config = routings[0].active_config()
+        if labels:
+            if config.phases == "prefill":
+                raise ConfigError(NO_LABELS)
+            check_forkable(config)
         if config.causal_rule == "running" and config.budget_scope == "global":
             raise ConfigError(
                 "causal_rule='running' with budget_scope='global' needs the shares of the layers, "
@@ -269,9 +275,14 @@ class RoutingObjective:
                 h.active_quantiles().measured = Measured(budget, full / max(1, seen), "training")
 
     def freeze(self) -> None:
-        """Freeze the gates where `train_gates` is off, until `end_schedule`."""
+        """Freeze the gates where `train_gates` is off, until `thaw` or `end_schedule`."""
         for parameter in self._frozen:
             parameter.requires_grad_(False)
+
+    def thaw(self) -> None:
+        """Let the gates train that `freeze` froze."""
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
 
     def end_schedule(self) -> None:
         """After a training the adapter's own budget and temperature hold, and its gates train.
@@ -279,8 +290,7 @@ class RoutingObjective:
         What was collected from a step that did not come to its end is no part of the next training.
         """
         state_of(self.model).end_schedule()
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
+        self.thaw()
         for collected in (self._pending, self._load, self._full, self._sums):
             collected.clear()
 

@@ -92,7 +92,7 @@ class DepthRouteTrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         self._callback = RoutingCallback()
         self._watch(self.model)
-        self.routing_objective.end_schedule()  # gates that it froze train until training begins
+        self.routing_objective.thaw()  # until training begins
         # Adds to the logs before the integrations read them.
         self.callback_handler.callbacks.insert(0, self._callback)
 
@@ -296,4 +296,5 @@ class DepthRouteTrainer(DepthRouteTrainerMixin, Trainer):
 
     Raises:
         ValueError: The model has no active depth-routed adapter.
+        ConfigError: The arguments ask for labels that the adapter's tokens have not.
     """

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from models import build_base, logits, routed, tokens
+from peft import LoraConfig, get_peft_model
 from peft.utils.other import ModulesToSaveWrapper
 
-from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.config.adapter import ConfigError, DepthRouteConfig
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,12 @@ def test_what_a_branch_of_neurons_reads_is_not_copied(name: str) -> None:
         routed(base, branch="neurons", modules_to_save=[name])
     assert torch.equal(logits(base), before)
     routed(base, branch="neurons", modules_to_save=["up_proj", "input_layernorm"])
+    with pytest.raises(ConfigError, match=f"modules_to_save: '{name}' means .*branch='neurons'"):
+        get_peft_model(
+            routed(build_base("llama"), branch="neurons").get_base_model(),
+            LoraConfig(target_modules=["q_proj"], modules_to_save=[name]),
+            adapter_name="lora",
+        )
 
 
 def test_a_copy_inside_of_another_is_refused() -> None:
@@ -56,3 +63,13 @@ def test_a_copy_inside_of_another_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"c_attn is a part of .*attn, which is copied too"):
         routed(base, modules_to_save=["attn"])
     routed(base, modules_to_save=["h.0.attn"])
+
+
+@pytest.mark.parametrize("names", [("self_attn", "q_proj"), ("q_proj", "self_attn")])
+def test_a_copy_inside_of_another_adapters_is_refused(names: tuple[str, str]) -> None:
+    first, second = names
+    model = routed(build_base("llama"), modules_to_save=[first])
+    own = model.peft_config["default"].to_dict() | {"modules_to_save": [second]}
+    with pytest.raises(ConfigError, match=r"q_proj is a part of .*self_attn, which is copied too"):
+        model.add_adapter("other", DepthRouteConfig(**own))
+    model.add_adapter("other", DepthRouteConfig(**(own | {"modules_to_save": [first]})))

@@ -616,7 +616,7 @@ def test_a_body_that_no_prompt_within_the_limit_needs_is_not_tokenised() -> None
     app = app_of(answer, Limits(1024, 8, 1))
     fits = json.dumps({"prompt": "the " * 20_000}).encode()
     assert ask(app, fits)[0]["status"] == 200
-    assert ask(app, json.dumps({"prompt": "the " * 25_000}).encode())[0]["status"] == 413
+    assert ask(app, json.dumps({"prompt": "the " * 35_000}).encode())[0]["status"] == 413
 
 
 @needs_serve

@@ -138,6 +138,25 @@ def test_every_block_begins_as_a_prompt_does(text_file: Path) -> None:
     assert joined == words[: len(joined)] and len(words) - len(joined) < 8
 
 
+def test_what_the_tokenizer_puts_around_a_text_is_neither_lost_nor_doubled(text_file: Path) -> None:
+    for around, before in (("<bos> <unk> $A", [1, 3]), ("$A <eos>", []), ("<bos> $A <eos>", [1])):
+        tokenizer = word_tokenizer()
+        special = [("<bos>", 1), ("<eos>", 2), ("<unk>", 3)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=around, special_tokens=special
+        )
+        rows = [row["input_ids"] for row in pack(load_text(str(text_file)), tokenizer, 8)]
+        assert all(row[: len(before)] == before for row in rows)
+        joined = [token for row in rows for token in row if token not in before]
+        stream = [token for token in tokenizer(WORDS)["input_ids"] * 20 if token not in before]
+        assert joined == stream[: len(joined)] and len(stream) - len(joined) < 8
+    with pytest.raises(DataError, match="at least 3 tokens"):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<bos> <unk> $A", special_tokens=special
+        )
+        pack(load_text(str(text_file)), tokenizer, 2)
+
+
 def test_blocks_are_the_token_stream_with_end_tokens(text_file: Path) -> None:
     tokenizer = word_tokenizer()
     packed = pack(load_text(str(text_file)), tokenizer, 8)

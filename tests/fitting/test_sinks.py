@@ -123,6 +123,19 @@ def test_a_row_that_looks_like_the_others_is_left_there() -> None:
     weight, bias = separating_unit(rows, apart)
     assert float((rows @ weight + bias).max()) < -19
     assert float((apart[:4] @ weight + bias).min()) > 19 and float(apart[4] @ weight + bias) < -19
-    apart = torch.randn(50, 12, generator=generator)  # no different at all
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_at_most_a_hundredth_of_the_others_is_taken(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows, apart = (
+        torch.randn(500, 12, generator=generator),
+        torch.randn(50, 12, generator=generator),
+    )
+    weight, bias = separating_unit(rows, apart)  # no different at all
+    assert float((rows @ weight + bias > 0).float().mean()) <= 0.01
+    rows[:220, 3] += 10.0  # two kinds, and what is apart lies a little behind the second
+    apart = rows[:4].clone()
+    apart[:, 3] = 11.0 + rows[:220, 3].max()
     weight, bias = separating_unit(rows, apart)
     assert float((rows @ weight + bias > 0).float().mean()) <= 0.01
