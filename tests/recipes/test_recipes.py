@@ -613,9 +613,10 @@ def test_a_short_training_on_a_real_model_beats_random_routing(tmp_path):
     dense, topk, threshold = evaluate_budgets(
         model, batches(text, folder, "train[98%:]", 256, 16), train[:64], [0.5]
     )
-    assert dense.loss == pytest.approx(1.45, abs=0.05)
+    # 1.45 without the beginning token, which tells this base that a story begins
+    assert dense.loss == pytest.approx(1.545, abs=0.02)
     assert threshold.full_ratio == pytest.approx(0.5, abs=0.05)
-    assert max(topk.loss, threshold.loss) < 2.6  # random routing without a branch: 2.77
+    assert max(topk.loss, threshold.loss) < 2.6  # random routing without a branch: 2.77 there
 
 
 def test_a_page_with_a_snippet_of_a_larger_model_says_that_quality_was_measured_on_small_ones():
