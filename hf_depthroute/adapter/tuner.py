@@ -171,7 +171,6 @@ class DepthRouteModel(BaseTuner):
     def _fill(self, model: nn.Module, name: str, config: DepthRouteConfig, stack: Stack) -> None:
         """Add the adapter's parts to the layers it routes, and connect what reads elsewhere."""
         gate = GATES[config.gate]
-        routings: list[Routing] = []
         owner: Routing | None = None
         family = stack.family
         layers = stack.layers
@@ -190,9 +189,6 @@ class DepthRouteModel(BaseTuner):
                 routing.add_projection(name, config, owner)
             if gate.reads_logits and config.gate_of(index) == config.gate:
                 routing.gate(name).connect(LMHead(model))
-            if gate.exits and routings:
-                routing.follow(name, routings[-1])
-            routings.append(routing)
             self.targeted_module_names.append(f"{index}.{ROUTING}")
         held = (layer._modules.get(ROUTING) for layer in layers)
         routed = tuple(cast(Routing, routing) for routing in held if routing is not None)

@@ -34,8 +34,8 @@ class ForwardContext:
         steps: The decoding steps of the layers that have one.
         unrouted: Layers that run this decoding step as the base does, because routing it would not
             pay; None: no layer.
-        kept: Bool `[B, T]` by layer index: the tokens that have not left early, filled by the
-            layers as they run.
+        kept: Bool `[B, T]` by adapter and layer index: the tokens that have not left early, filled
+            by the layers as they run.
         made: What layers make of all this in the same way, by a key, so that the first of them
             makes it for all.
     """
@@ -46,7 +46,7 @@ class ForwardContext:
     starts: Tensor | None = None
     steps: Mapping[nn.Module, Step] | None = None
     unrouted: frozenset[nn.Module] | None = None
-    kept: dict[int, Tensor] = field(default_factory=dict)
+    kept: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     made: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:

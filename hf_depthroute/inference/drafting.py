@@ -258,7 +258,6 @@ def _leave_out(model: nn.Module, drop: Sequence[int]) -> None:
 
     adapters: dict[int, DepthRouteConfig] = {}
     routed: list[Routing] = []
-    previous: dict[str, Routing] = {}
     for place, layer in enumerate(stack.layers):
         getattr(layer, family.attention).layer_idx = place
         routing = cast("Routing | None", layer._modules.get(ROUTING))
@@ -268,11 +267,6 @@ def _leave_out(model: nn.Module, drop: Sequence[int]) -> None:
         routing.layer_index = place
         configs = routing.peft_configs.values()
         adapters |= {id(c): c for c in configs if isinstance(c, DepthRouteConfig)}
-        routing._previous.clear()
-        for name in routing.depth_route_gate:
-            if GATES[routing.config(name).gate].exits and name in previous:
-                routing.follow(name, previous[name])
-            previous[name] = routing
     if isinstance(stack, RoutedStack):
         replace(stack, routed=tuple(routed)).keep()
     for adapter in adapters.values():

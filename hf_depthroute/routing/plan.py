@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .routing import Routing
     from .state import PathMetric, Recorder
 
+Kept = dict[tuple[str, int], torch.Tensor]
 _KEPT_PLANS = 64  # with their steps: of as many budgets of requests as are in use at one time
 
 
@@ -53,8 +54,8 @@ class RoutePlan:
         recorders: Traces and counters that want to know.
         everything: Every token runs full, whatever its score (a budget of 1 at inference, a
             decoding step with `phases="prefill"`), and the host knows it.
-        kept: Bool `[B, T]` by layer index: the tokens that have not left early in this forward
-            pass. Layers add theirs.
+        kept: Bool `[B, T]` by adapter and layer index: the tokens that have not left early in this
+            forward pass. Layers add theirs.
         earlier: `[B, P]`, the scores of each sequence's earlier tokens, for the rule `"running"`;
             None without any.
         expected: What that rule knows of the layer's scores beforehand.
@@ -78,7 +79,7 @@ class RoutePlan:
     observed: Mapping[str, PathMetric] = field(default_factory=dict)
     last_tokens: torch.Tensor | None = None
     everything: bool = False
-    kept: dict[int, torch.Tensor] | None = None
+    kept: Kept | None = None
     earlier: torch.Tensor | None = None
     expected: Expected | None = None
     executor: str = "auto"
@@ -118,7 +119,7 @@ def plan_of(
     training: bool,
     rows: tuple[int, int] = (0, 0),
     last_tokens: torch.Tensor | None = None,
-    kept: dict[int, torch.Tensor] | None = None,
+    kept: Kept | None = None,
 ) -> RoutePlan | None:
     """How a forward pass routes; None when it runs as the base does.
 
@@ -131,7 +132,7 @@ def plan_of(
             for them.
         last_tokens: Bool `[B, T]`, the last tokens of every sequence. With `phases="prefill"` they
             run in full.
-        kept: By layer index, the tokens that have not left early in this forward pass.
+        kept: The tokens that have not left early in this forward pass.
     """
     name = routing.adapter()
     if name is None:

@@ -92,7 +92,6 @@ class Routing(nn.Module, BaseTunerLayer):
         # Held outside the module tree: owned by the base layer and by other routed layers.
         self._norms: tuple[dict[str, tuple[Any, bool]]] = (norms,)
         self._ffn: tuple[nn.Module] = (ffn,)
-        self._previous: dict[str, tuple[Routing, ...]] = {}  # the routed layer before this one
         self.projections: dict[str, tuple[TargetProjection, ...]] = {}
         # Run-time state, never saved.
         self.runs: dict[str, Any] = {}  # of each adapter: what its model card is made of
@@ -148,10 +147,6 @@ class Routing(nn.Module, BaseTunerLayer):
         if small_ffn:
             return SwiGLUBranch(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
         return LowRankBranch(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
-
-    def follow(self, name: str, previous: Routing) -> None:
-        """Name the layer that the adapter routes before this one; who left there stays out here."""
-        self._previous[name] = (previous,)
 
     def add_projection(self, name: str, config: DepthRouteConfig, owner: Routing) -> None:
         """Create an adapter's target projection in the layer that owns it, or refer to it."""
@@ -257,21 +252,12 @@ class Routing(nn.Module, BaseTunerLayer):
         if not plan.gate.exits:
             return mask, probs
         assert plan.kept is not None
-        before = self._before(plan) if plan.replayed is None else None
-        if before is not None:
-            mask = mask & before.to(mask.device)
-        plan.kept[self.layer_index] = mask
+        # A layer that is not there ran in full, and no token left in it.
+        places = [i for name, i in plan.kept if name == plan.adapter and i < self.layer_index]
+        if places and plan.replayed is None:
+            mask = mask & plan.kept[plan.adapter, max(places)].to(mask.device)
+        plan.kept[plan.adapter, self.layer_index] = mask
         return mask, probs
-
-    def _before(self, plan: RoutePlan) -> torch.Tensor | None:
-        """Bool `[B, T]`: tokens that had not left before this layer; None if none could have."""
-        assert plan.kept is not None
-        layer: Routing = self
-        while before := layer._previous.get(plan.adapter):
-            layer = before[0]
-            if layer.layer_index in plan.kept:  # else it ran in full, and no token left there
-                return plan.kept[layer.layer_index]
-        return None
 
     def train(self, mode: bool = True) -> Routing:
         self.derived.clear()
@@ -319,7 +305,6 @@ class Routing(nn.Module, BaseTunerLayer):
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         self.projections.pop(adapter_name, None)
-        self._previous.pop(adapter_name, None)
         self.runs.pop(adapter_name, None)
         self.forget_tuned(adapter_name)
 
