@@ -1,16 +1,20 @@
 """`ForwardContext`: what a forward pass hands to its layers besides the stream.
 
-Shapes: B batch, T positions, d model width.
+Shapes: B batch, T positions, d model width, N longest n-gram.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..base.cache import cache_of, last_tokens, remember_tokens
+from ..base.sublayers import Kwargs
+from ..parts.memory import continued, over_padding, suffixes
 
 CONTEXT = "depth_route_context"  # the keyword that carries it to the layers
 
@@ -36,8 +40,8 @@ class ForwardContext:
             pay; None: no layer.
         kept: Bool `[B, T]` by adapter and layer index: the tokens that have not left early, filled
             by the layers as they run.
-        made: What layers make of all this in the same way, by a key, so that the first of them
-            makes it for all.
+        suffixes: The n-grams of this call alone, int64 `[B, T, N]` by `N`; the first layer that
+            looks some up makes them for all.
     """
 
     token_mask: Tensor | None = None
@@ -47,13 +51,38 @@ class ForwardContext:
     steps: Mapping[nn.Module, Step] | None = None
     unrouted: frozenset[nn.Module] | None = None
     kept: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    made: dict[Hashable, Tensor] = field(default_factory=dict)
+    suffixes: dict[int, Tensor] = field(default_factory=dict)
 
-    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """`make()`, which the first layer that asks for `key` in this pass calls for all."""
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
+    def ngrams(self, layer_index: int, order: int, kwargs: Kwargs) -> Tensor:
+        """A layer's n-grams of a call, int64 `[B, T, N]`, with the earlier tokens of its KV cache,
+        which then holds these.
+
+        A layer asks once in a forward pass. Where `token_mask` has padding, the cache holds the
+        last real tokens before it.
+
+        Raises:
+            ValueError: There are no token ids, or the cache was filled without the memory.
+        """
+        if self.token_ids is None:
+            raise ValueError(
+                f"layer {layer_index}: its memory needs the token ids; call the whole model"
+            )
+        if order not in self.suffixes:
+            made = suffixes(self.token_ids, order, self.token_mask, self.starts)
+            self.suffixes[order] = made
+        ngrams = self.suffixes[order]
+        cache = cache_of(kwargs)
+        if cache is None:
+            return ngrams
+        before = last_tokens(cache, layer_index, ngrams.shape[-1] - 1)
+        if before is not None:
+            before = before.to(ngrams.device)
+            ngrams = continued(ngrams, before)
+        held = ngrams[..., :-1]
+        if self.token_mask is not None:
+            held = over_padding(held, self.token_mask.to(held.device), before)
+        remember_tokens(cache, layer_index, held)
+        return ngrams
 
     def to(self, device: torch.device | str | int, **kwargs: Any) -> ForwardContext:
         """Its tensors on `device`; accelerate asks for it before a layer that is elsewhere."""
@@ -71,7 +100,7 @@ class ForwardContext:
             last_tokens=changed(self.last_tokens),
             token_ids=changed(self.token_ids),
             starts=changed(self.starts),
-            made={},
+            suffixes={},
         )
 
 

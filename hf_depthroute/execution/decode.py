@@ -22,7 +22,6 @@ from ..base.sublayers import Kwargs
 from .attention import write_keys_values
 from .context import ForwardContext
 from .gathered import gathered_update
-from .memory import ngrams_of
 from .step_weights import Prepared, StepWeights
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class DecodeStep:
         """The new tokens' n-grams, `[B, 1, N]`; the cache learns of those that run full, too."""
         if self.weights.memory is None:
             return None
-        return ngrams_of(self.layer_index, self.plan.config.ngram_order, context, kwargs)
+        return context.ngrams(self.layer_index, self.plan.config.ngram_order, kwargs)
 
 
 class AttentionStep(DecodeStep):

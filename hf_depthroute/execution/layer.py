@@ -30,7 +30,6 @@ from . import targets as targets  # the rows of `TARGETS`
 from .call import Decision, RoutedCall, without_scores
 from .context import ForwardContext, unpack
 from .executors import executor_of
-from .memory import ngrams_of
 from .sequences import as_decided, decide_sequences, remember_sequences
 from .target import Target, target_of
 
@@ -114,7 +113,7 @@ def _run(
     if plan.rule == "full":  # the base's layer; what is recorded has no scores
         if context.token_ids is not None and plan.adapter in routing.depth_route_memory:
             # Later calls may look them up.
-            ngrams_of(routing.layer_index, plan.config.ngram_order, context, kwargs)
+            context.ngrams(routing.layer_index, plan.config.ngram_order, kwargs)
         out = hidden_of(layer._base_forward(hidden_states, **kwargs))
         if not plan.recorders:
             return (out,)
@@ -173,7 +172,7 @@ def routed_call(
     ngrams = None
     # First: the attention writes the KV cache that they are read over.
     if plan.config.branch == "memory":
-        ngrams = ngrams_of(routing.layer_index, plan.config.ngram_order, context, kwargs)
+        ngrams = context.ngrams(routing.layer_index, plan.config.ngram_order, kwargs)
     target = target_of(plan).of_call(routing, plan, hidden_states, context, kwargs)
     stream = target.enter(layer, routing.family, hidden_states, kwargs)
     call = call_on_stream(layer, plan, target, stream, context.token_mask, kwargs, decides)

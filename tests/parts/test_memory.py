@@ -65,7 +65,7 @@ from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.adapter.files import AdapterMismatchError
 from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.execution import memory as execution_memory
+from hf_depthroute.execution import context
 from hf_depthroute.inference.calibration import use_selection
 from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.parts.memory import MISSING, NgramMemory, continued, suffixes
@@ -518,7 +518,7 @@ def test_all_layers_of_a_forward_pass_share_its_n_grams(
         made.append(suffixes(*given))
         return made[-1]
 
-    monkeypatch.setattr(execution_memory, "suffixes", counted)
+    monkeypatch.setattr(context, "suffixes", counted)
     model = memory_model(layers=[0, 1, 2, 3])
     made.clear()
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """The target `"experts"`: the experts of an MoE block.
 
-Shapes: B batch, T positions, d model width, N tokens, K experts per token, E experts.
+Shapes: B batch, T positions, d model width, N tokens, K experts per token, E experts, P
+pairs.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...base.contexts import hooked, of_this_thread
 from ..call import Decision, RoutedCall
-from ..experts import routed_pairs
 from .ffn import FFNTarget
 
 if TYPE_CHECKING:
@@ -53,12 +54,23 @@ class ExpertsTarget(FFNTarget):
 
     @torch.compiler.disable  # it sets hooks, which no compiler traces
     def _run(self, call: RoutedCall, compact: bool) -> Tensor:
+        """The stream after the block, whose experts see the chosen pairs only, whatever runs them.
+
+        `compact` leaves dropped pairs out (inference); otherwise every pair is computed, its weight
+        times a factor. The block's forward calls its experts once.
+        """
         assert call.decision is not None and not call.family.parallel
         a = call.stream
+        branch = call.branch
         decision = call.decision
-        scores = call.decision.scores
+        scores = decision.scores
+        dropped: list[Tensor] = []  # of each token, the weights of its pairs that are not run
+        kept: list[Tensor] = []  # the token of each pair that is, [P]
 
-        def decide(index: Tensor) -> tuple[Tensor, Tensor]:  # [N, K]
+        def choose(
+            experts: nn.Module, args: tuple[Tensor, Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor] | None:
+            x, index, weights = args  # [N, d], [N, K], [N, K]
             index_BTK = index.view(*a.shape[:2], -1)
             if scores.ndim == 3:
                 decision.scores = scores.gather(-1, index_BTK)
@@ -69,23 +81,40 @@ class ExpertsTarget(FFNTarget):
             )
             decision.mask = mask
             decision.probs = probs
+            decision.extras["expert_index"] = index_BTK
             factor = probs
             if call.plan.mix != "soft":
                 factor = mask + (probs - probs.detach())  # straight-through
             # A replayed mask may be a slice.
-            return mask.reshape(index.shape), factor.reshape(index.shape)
+            factor = factor.reshape(index.shape).to(weights.dtype)
+            if branch is not None:
+                dropped[:] = [(weights * (1 - factor)).sum(-1)]
+            if not compact:
+                return x, index, weights * factor
+            token_P, slot_P = mask.reshape(index.shape).nonzero(as_tuple=True)
+            if token_P.numel() == mask.numel():
+                return None  # nothing is dropped: bit for bit what the base computes
+            # One row per pair: all implementations of the experts take it, and none computes more.
+            kept[:] = [token_P]
+            return x[token_P], index[token_P, slot_P][:, None], weights[token_P, slot_P][:, None]
 
-        with routed_pairs(call.routing.experts_of(call.layer), decide, compact) as seen:
+        def gather(experts: nn.Module, args: object, out: Tensor) -> Tensor | None:
+            if not kept:
+                return None
+            return out.new_zeros(a.shape[:2].numel(), out.shape[-1]).index_add(0, kept[0], out)
+
+        experts = call.routing.experts_of(call.layer)
+        handles = [
+            experts.register_forward_pre_hook(of_this_thread(choose)),
+            experts.register_forward_hook(of_this_thread(gather)),
+        ]
+        with hooked(handles):
             out = call.full()
-        pairs = seen[0]
-        branch = call.branch
-        decision.extras["expert_index"] = pairs.index.view(*a.shape[:2], -1)
         if branch is None:
             return out
-        lost = pairs.weights * (1 - pairs.factor.to(pairs.weights.dtype))
-        dropped = lost.sum(-1).view(*a.shape[:2], 1)
+        lost = dropped[0].view(*a.shape[:2], 1)
         if not compact:
-            return out + dropped.to(out.dtype) * branch(a)
-        some = dropped.squeeze(-1) != 0
-        out[some] += dropped[some].to(out.dtype) * branch(a[some])
+            return out + lost.to(out.dtype) * branch(a)
+        some = lost.squeeze(-1) != 0
+        out[some] += lost[some].to(out.dtype) * branch(a[some])
         return out

@@ -6,6 +6,7 @@ Shapes: B batch, T positions, d model width.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -49,29 +50,28 @@ class FFNTarget(Target):
 
     def gathered(self, call: RoutedCall) -> Tensor:
         """As `Target.gathered`; where no norm is known yet, only the rows that run are normed."""
-        router = None
-        if is_recorded(ROUTER_LOGITS):
-            router = router_of(call.layer, call.family)
-        if router is None:
-            return self._gathered(call, call.normed)
-        normed = call.norm()
-        router(normed.flatten(0, 1))  # records the logits of every token
-        with unrecorded(ROUTER_LOGITS):
-            return self._gathered(call, normed)
+        family = call.family
+        ffn = ffn_map(call.layer, family)
+        norm = norm_of(call.layer, family, "ffn")
+        normed = call.normed
+        recording: AbstractContextManager[None] = nullcontext()
+        router = router_of(call.layer, family) if is_recorded(ROUTER_LOGITS) else None
+        if router is not None:
+            normed = call.norm()
+            router(normed.flatten(0, 1))  # records the logits of every token
+            recording = unrecorded(ROUTER_LOGITS)
 
-    def _gathered(self, call: RoutedCall, normed: Tensor | None) -> Tensor:
-        ffn = ffn_map(call.layer, call.family)
-        rows = slice_rows(call)
+        def full(rows: Tensor) -> Tensor:
+            return ffn(norm(rows) if normed is None else rows)
+
         stream = call.stream
-        if call.family.parallel:
+        if family.parallel:
             stream = stream.clone()  # the layer's input is still needed
-        if normed is not None:
-            after = gathered_update(stream, normed, call.mask, ffn, call.branch, rows, call.scale)
-            return call.with_recalled(after)
-        norm = norm_of(call.layer, call.family, "ffn")
-        after = gathered_update(
-            stream, stream, call.mask, lambda x: ffn(norm(x)), call.branch, rows, call.scale
-        )
+        read = stream if normed is None else normed
+        with recording:
+            after = gathered_update(
+                stream, read, call.mask, full, call.branch, slice_rows(call), call.scale
+            )
         return call.with_recalled(after)
 
     def supports_rows(self, call: RoutedCall) -> bool:

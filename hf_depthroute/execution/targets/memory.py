@@ -16,7 +16,6 @@ from ...base.sublayers import Kwargs, hidden_of
 from ...parts.memory import NgramMemory
 from ..call import Decision, RoutedCall
 from ..context import ForwardContext
-from ..memory import ngrams_of
 from ..target import Target
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class MemoryTarget(Target):
     def of_call(
         self, routing: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs
     ) -> MemoryTarget:
-        ngrams = ngrams_of(routing.layer_index, plan.config.ngram_order, context, kwargs)
+        ngrams = context.ngrams(routing.layer_index, plan.config.ngram_order, kwargs)
         memory = cast(NgramMemory, routing.depth_route_memory[plan.adapter])
         retrieved = memory(ngrams).to(h)
         return MemoryTarget(retrieved, memory.value(retrieved))
