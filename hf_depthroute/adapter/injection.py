@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..base.cache import starts_prompt
+from ..base.contexts import remove_hooks
 from ..base.stack import STACK, Stack, stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..execution.context import CONTEXT, ForwardContext, Step
@@ -63,16 +64,9 @@ def leave(model: nn.Module) -> None:
         if hasattr(layer, "_depth_route_base"):
             layer._modules.pop(ROUTING, None)
             _set_class(layer, layer._depth_route_base)
-        _unhook(layer, _receive)
-    _unhook(stack.decoder, _hand_down)
+        remove_hooks(layer, _receive)
+    remove_hooks(stack.decoder, _hand_down)
     stack.forget()
-
-
-def _unhook(module: nn.Module, function: Any) -> None:
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if hook is function:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

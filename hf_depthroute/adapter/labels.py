@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..base.contexts import remove_hooks
 from ..base.lm_head import predicting
 from ..base.stack import STACK
 from ..config.adapter import DepthRouteConfig
@@ -41,12 +42,7 @@ def hook_labels(model: nn.Module, decoder: nn.Module) -> None:
 def unhook_labels(model: nn.Module) -> None:
     """Undo `hook_labels`."""
     model.__dict__.pop(_DECODER, None)
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
-        for key in [key for key, hook in hooks.items() if hook in (_begin, _end)]:
-            del hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
-            model._forward_hooks_with_kwargs.pop(key, None)
-            model._forward_hooks_always_called.pop(key, None)
+    remove_hooks(model, _begin, _end)
 
 
 def has_other_hooks(model: nn.Module) -> bool:

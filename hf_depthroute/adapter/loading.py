@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import MEMORY_FIELDS, RoutingFields
 from ..files.shown import reason
 from ..files.untrusted import RefusedFileError, read_file
-from ..parts.neurons import NEURONS
+from ..parts.neurons import NEURONS, NeuronBranch
 from ..routing.routing import ROUTING, Routing
 from .files import (
     PEFT_TYPE,
@@ -116,7 +116,7 @@ def match_tensors(
             bare, value.to(expected.dtype)
         ):
             fault = wrong
-        elif key.endswith(NEURONS) and not _branch_of(model, key).has(value):
+        elif key.endswith(NEURONS) and not _branch_at(model, key).has(value):
             fault = "holds neurons that the base's FFN does not have; is it another base's adapter?"
         else:
             matched[key] = value
@@ -137,9 +137,8 @@ def match_tensors(
     return matched
 
 
-def _branch_of(model: nn.Module, key: str) -> Any:
-    """The branch that holds the tensor of this name."""
-    return model.get_submodule(key.rpartition(".")[0])
+def _branch_at(model: nn.Module, key: str) -> NeuronBranch:
+    return cast(NeuronBranch, model.get_submodule(key.removesuffix(NEURONS)))
 
 
 def check_same(config: DepthRouteConfig, saved: DepthRouteConfig, given: bool = False) -> None:
@@ -176,26 +175,28 @@ def discard(model: nn.Module, adapter_name: str) -> None:
     configs = getattr(base, "peft_config", {})
     configs.pop(adapter_name, None)
     if not any(len(routing.depth_route_gate) for routing in routings):
-        leave(base)
-        unguard(base)
-        unhook_labels(base)
+        take_out(base)
     if not configs:
         for name in ("peft_config", "_hf_peft_config_loaded"):
             base.__dict__.pop(name, None)
+
+
+def take_out(model: nn.Module) -> None:
+    """Undo what injection did to the model besides adding an adapter: `enter`, `guard` and
+    `hook_labels`."""
+    leave(model)
+    model.__dict__.pop(_READER, None)
+    unhook_labels(model)
 
 
 def guard(model: nn.Module) -> None:
     """Make transformers' own ways to load an adapter as strict as PEFT's.
 
     They read the file without asking the PEFT method, by a static method looked up on the instance:
-    an attribute of the instance shadows it. `unguard` removes it.
+    an attribute of the instance shadows it. `take_out` removes it.
     """
     if isinstance(model, PreTrainedModel):
         setattr(model, _READER, _read_strictly)
-
-
-def unguard(model: nn.Module) -> None:
-    model.__dict__.pop(_READER, None)
 
 
 def _read_strictly(

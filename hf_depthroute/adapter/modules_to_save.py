@@ -116,37 +116,34 @@ def copy_modules(
 
 def set_copies(model: nn.Module, routed: set[str], active: list[str], inference_mode: bool) -> None:
     """Use the copies of those `routed` adapters that are `active`; others are another method's."""
-    for module in model.modules():
-        if isinstance(module, AuxiliaryTrainingWrapper) and not routed.isdisjoint(module._adapters):
-            used = [name for name in active if name in module._adapters]
-            module.set_adapter(used, inference_mode=inference_mode)
+    for wrapper in _wrappers(model, routed):
+        used = [name for name in active if name in wrapper._adapters]
+        wrapper.set_adapter(used, inference_mode=inference_mode)
 
 
 def copies_that_train(model: nn.Module, names: set[str]) -> list[tuple[nn.Parameter, bool]]:
     """The parameters of the copies that the adapters `names` have, and whether each trains."""
-    return [
-        (parameter, parameter.requires_grad)
-        for module in model.modules()
-        if isinstance(module, AuxiliaryTrainingWrapper) and not names.isdisjoint(module._adapters)
-        for parameter in module.parameters()
-    ]
+    parameters = (p for wrapper in _wrappers(model, names) for p in wrapper.parameters())
+    return [(parameter, parameter.requires_grad) for parameter in parameters]
 
 
 @contextmanager
 def without_copies(model: nn.Module, adapter_name: str) -> Iterator[None]:
     """Inside the block the base's own modules run where the adapter has copies."""
-    copied: list[tuple[Any, bool]] = [
-        (module, module._disable_adapters)
-        for module in model.modules()
-        if isinstance(module, AuxiliaryTrainingWrapper) and adapter_name in module._adapters
-    ]
-    for module, _ in copied:
-        module._disable_adapters = True
+    copied = [(each, each._disable_adapters) for each in _wrappers(model, {adapter_name})]
+    for wrapper, _ in copied:
+        wrapper._disable_adapters = True
     try:
         yield
     finally:
-        for module, disabled in copied:
-            module._disable_adapters = disabled
+        for wrapper, disabled in copied:
+            wrapper._disable_adapters = disabled
+
+
+def _wrappers(model: nn.Module, names: set[str]) -> list[Any]:
+    """The modules in whose place one of these adapters has a copy."""
+    found = (module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper))
+    return [module for module in found if not names.isdisjoint(module._adapters)]
 
 
 def key_in_file(key: str, adapter_name: str) -> str:

@@ -28,8 +28,8 @@ from ..routing.state import RunState
 from ..routing.trace import full_depth
 from .base_check import describe_base
 from .checks import check_injection, check_name_is_free, default_rank
-from .injection import enter, leave
-from .labels import hook_labels, unhook_labels
+from .injection import enter
+from .labels import hook_labels
 from .loading import (
     PREFIX,
     discard,
@@ -37,7 +37,7 @@ from .loading import (
     kept_trained,
     match_tensors,
     own_tensors,
-    unguard,
+    take_out,
     without_adapter_name,
 )
 from .modules_to_save import copies_that_train, copy_modules, set_copies, unwrap
@@ -216,9 +216,7 @@ class DepthRouteModel(BaseTuner):
 
     def unload(self) -> nn.Module:
         """Remove every routed adapter; the model is as before injection, other methods included."""
-        leave(self.model)
-        unguard(self.model)
-        unhook_labels(self.model)
+        take_out(self.model)
         for name, config in list(self.peft_config.items()):
             if isinstance(config, DepthRouteConfig):
                 del self.peft_config[name]

@@ -23,6 +23,16 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
+def remove_hooks(module: nn.Module, *functions: object) -> None:
+    """Take these functions out of a module's forward hooks; a copy of a model has no handles."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in functions]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
+
+
 def of_this_thread(hook: Callable[..., object]) -> Callable[..., Any]:
     """`hook`, for passes of the calling thread only: others may run the same modules meanwhile."""
     own = threading.get_ident()
