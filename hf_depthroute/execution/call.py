@@ -170,21 +170,12 @@ class RoutedCall:
     def cheap(self) -> Tensor:
         """The stream after the cheap path of every token, `[B, T, d]`."""
         after = self.stream
-        recalled = self.recalled()
         if self.branch is not None:
             after = after + scaled(self.branch(after), self.cheap_scale)
-        if recalled is None:
-            return after
-        return after + recalled
-
-    def recalled(self) -> Tensor | None:
-        """The memory's update for every token, `[B, T, d]` in the stream's dtype;
-        None without a memory."""
         if self.memory is None:
-            return None
+            return after
         assert self.ngrams is not None
-        update: Tensor = self.memory.update(self.ngrams, self.stream.dtype)
-        return update
+        return after + self.memory.update(self.ngrams, self.stream.dtype)
 
     def with_recalled(self, after: Tensor) -> Tensor:
         """`after`, `[B, T, d]`, and at the tokens that are not chosen what the memory adds;

@@ -161,22 +161,6 @@ def executor_of(call: RoutedCall) -> Executor:
     raise ValueError(f"no executor supports a layer of {type(call.layer).__name__}")
 
 
-def prepare(layer: nn.Module, plan: RoutePlan, batch: int) -> Step | None:
-    """A step for one new token of each of `batch` sequences: of the row that the plan names,
-    or of the first with one.
-
-    Raises:
-        ValueError: There is no such row.
-    """
-    check_executor(plan.executor)
-    names = tuple(EXECUTORS) if plan.executor == "auto" else (plan.executor,)
-    for name in names:
-        step = EXECUTORS[name].prepare(layer, plan, batch)
-        if step is not None:
-            return step
-    return None
-
-
 def check_executor(name: str) -> None:
     """Raise `ValueError` for a name that is neither `"auto"` nor in the table."""
     if name != "auto" and name not in EXECUTORS:
@@ -184,7 +168,12 @@ def check_executor(name: str) -> None:
 
 
 def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:
-    """The steps of one new token of each of `batch` sequences, of the layers that have one."""
+    """The steps of one new token of each of `batch` sequences, of the layers that have one: of the
+    row that a plan names, or of the first with one.
+
+    Raises:
+        ValueError: There is no such row.
+    """
     steps: dict[nn.Module, Step] = {}
     for layer in layers:
         routing = cast("Routing | None", layer._modules.get(ROUTING))
@@ -211,4 +200,7 @@ def _step_of(layer: nn.Module, routing: Routing, batch: int) -> Step | None:
         return run_base
     if plan.replayed is not None:
         return None
-    return prepare(layer, plan, batch)
+    check_executor(plan.executor)
+    names = tuple(EXECUTORS) if plan.executor == "auto" else (plan.executor,)
+    made = (EXECUTORS[name].prepare(layer, plan, batch) for name in names)
+    return next((step for step in made if step is not None), None)

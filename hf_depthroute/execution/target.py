@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.families import Family
-from ..base.sublayers import Kwargs
+from ..base.sublayers import Kwargs, norm_of
 from ..parts.targets import TargetTraits
 from .call import Decision, RoutedCall
 from .context import ForwardContext
@@ -36,8 +36,8 @@ class Target(TargetTraits, ABC):
 
         stream = enter(h);   after = full path or cheap path;   out = finish(after)
 
-    A target has to have `norm` and `full`, and `enter` and `finish` where the layer has something
-    before or after it. The methods below them compute every token's both paths; a target that can
+    A target has to have `full`, and `enter` and `finish` where the layer has something before or
+    after it. The methods below them compute every token's both paths; a target that can
     save work says how.
 
     Attributes:
@@ -76,9 +76,9 @@ class Target(TargetTraits, ABC):
         """The stream before the routed part, from the layer's input, each `[B, T, d]`."""
         return h
 
-    @abstractmethod
     def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
-        """The full path's input, `[B, T, d]`."""
+        """The full path's input, `[B, T, d]`; here after the norm before the sublayer `norm_of`."""
+        return norm_of(layer, family, self.norm_of)(stream)
 
     @abstractmethod
     def full(self, call: RoutedCall) -> Tensor:

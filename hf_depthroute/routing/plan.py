@@ -220,6 +220,10 @@ def make_plan(
             everything = True
     if (executor == "full" and not training) or (everything and not settings.recorders):
         rule = "full"
+    expected = None
+    if rule == "running":
+        table = cast(ScoreQuantiles, routing.depth_route_quantiles[name])
+        expected = Expected(table.values, config.share_shift(routing.layer_index))
     return RoutePlan(
         adapter=name,
         config=config,
@@ -235,7 +239,7 @@ def make_plan(
         recorders=settings.recorders,
         observed=settings.observed if training else {},
         everything=everything,
-        expected=_expected(routing, name, config) if rule == "running" else None,
+        expected=expected,
         executor=executor,
         training=training,
     )
@@ -263,11 +267,6 @@ def _rule_of(
     if selection or training:
         return selection or cast(str, config.selection)
     return config.inference_rule
-
-
-def _expected(routing: Routing, name: str, config: DepthRouteConfig) -> Expected:
-    quantiles = cast(ScoreQuantiles, routing.depth_route_quantiles[name])
-    return Expected(quantiles.values, config.share_shift(routing.layer_index))
 
 
 def _mix_of(gate: type[Gate], scale_by_gate: bool, rule: str) -> str:

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...base.families import Family
-from ...base.sublayers import attention_update, behind, ffn_map, norm_of, normed_for_ffn
+from ...base.sublayers import attention_update, behind, ffn_map, normed_for_ffn
 from ..attention import attended_rows, attended_update, supports_rows, supports_subset
 from ..call import RoutedCall
 from ..decode import AttentionStep, DecodeStep
@@ -38,9 +37,6 @@ class AttentionTarget(Target):
     }
     norm_of = "attention"
     decode_step: ClassVar[type[DecodeStep] | None] = AttentionStep
-
-    def norm(self, layer: nn.Module, family: Family, stream: Tensor) -> Tensor:
-        return norm_of(layer, family, "attention")(stream)
 
     def full(self, call: RoutedCall) -> Tensor:
         return call.stream + attention_update(call.layer, call.family, call.norm(), call.kwargs)

@@ -42,9 +42,6 @@ class FFNTarget(Target):
             return h
         return attended(layer, family, h, h, kwargs)
 
-    def norm(self, layer: nn.Module, family: Family, stream: Tensor) -> Tensor:
-        return norm_of(layer, family, "ffn")(stream)
-
     def full(self, call: RoutedCall) -> Tensor:
         return call.stream + ffn_map(call.layer, call.family)(call.norm())
 
