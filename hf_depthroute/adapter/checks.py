@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..base.families import Family
+from ..base.lm_head import has_head
 from ..base.stack import Stack
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig
@@ -88,7 +89,7 @@ def _check_parts(
         _check_memory(config, len(routed), widest)
     check_modules_to_save(model, layers, config.modules_to_save or ())
     _check_no_copies(model, family, layers, routed, config)
-    if GATES[config.gate].reads_logits and model.get_output_embeddings() is None:
+    if GATES[config.gate].reads_logits and not has_head(model):
         raise ConfigError(f"gate={config.gate!r} needs a model with an LM head")
     for place, index in enumerate(routed if TARGETS[config.target].per_pair else ()):
         experts = getattr(getattr(layers[index], family.ffn), family.experts, None)
@@ -115,7 +116,6 @@ def default_rank(config: DepthRouteConfig, width: int, ffn: Any, layer_index: in
 
 
 def _check_neurons(config: DepthRouteConfig, family: Family, layers: Any, index: int) -> None:
-    """Raise `ConfigError` where a layer's FFN has no neurons to take, or too few."""
     count = neurons_of(getattr(layers[index], family.ffn))
     wanted = config.rank_of(index)
     if count is None:
@@ -146,7 +146,6 @@ def _check_no_copies(
 
 
 def _check_memory(config: DepthRouteConfig, layers: int, widest: int) -> None:
-    """Raise `ConfigError` where a memory looks up too much for a token, or is too large."""
     embedding = embedding_width(config)
     if embedding > widest:
         raise ConfigError(

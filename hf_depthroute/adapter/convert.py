@@ -254,7 +254,6 @@ def _check_tensors(
 
 
 def _fill(folder: Path, routing: Routing, files: Mapping[str, Any]) -> None:
-    """Copy the tensors of a layer into its gate and branch."""
     parts: dict[str, Any] = {
         "gate": routing.depth_route_gate["default"],
         "branch": routing.depth_route_branch["default"],

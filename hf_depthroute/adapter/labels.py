@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.contexts import remove_hooks
-from ..base.lm_head import predicting
+from ..base.lm_head import has_head, predicting
 from ..base.stack import STACK
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import document_starts
@@ -70,7 +70,7 @@ def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
         ids = inputs.get("inputs_embeds")
     if config is None or not isinstance(ids, torch.Tensor):
         return nullcontext()
-    if labels.shape == ids.shape[:2] and predicts_tokens(model):
+    if labels.shape == ids.shape[:2] and has_head(model):
         return run_in_full(model, in_full(inputs, config.last_in_full))
     given = dict(inputs)
     seen = seen_by_head(stack.decoder, [config], ids, token_mask_of((), given))
@@ -113,12 +113,6 @@ def _of_prompts_alone(stack: RoutedStack) -> DepthRouteConfig | None:
     """The configuration of an active adapter that routes prompts alone."""
     active = [routing.active_config() for routing in stack.routed if routing.adapter() is not None]
     return next((config for config in active if config.phases == "prefill"), None)
-
-
-def predicts_tokens(model: Any) -> bool:
-    """Whether `model` has an LM head."""
-    read = getattr(model, "get_output_embeddings", None)
-    return read is not None and read() is not None
 
 
 class _Entered(threading.local):

@@ -91,10 +91,15 @@ def keeps_logits(model: nn.Module) -> bool:
     return "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters
 
 
+def has_head(model: Any) -> bool:
+    """Whether `model` has an LM head."""
+    read = getattr(model, "get_output_embeddings", None)
+    return read is not None and read() is not None
+
+
 def check_head(model: nn.Module, wanted: str) -> None:
     """Raise `ValueError` where `model` has no LM head, which `wanted` needs."""
-    read = getattr(model, "get_output_embeddings", None)
-    if read is None or read() is None:
+    if not has_head(model):
         name = type(unwrapped(model)).__name__
         raise ValueError(
             f"{wanted} needs a model with an LM head, and {name} has none; use it on a causal "

@@ -58,7 +58,6 @@ def _conflicts_of_target(c: DepthRouteConfig) -> Iterator[str]:
 
 
 def _conflicts_of_experts(c: DepthRouteConfig) -> Iterator[str]:
-    """Conflicts of the target `"experts"`."""
     gate = GATES[c.gate]
     if TARGETS[c.target].per_pair:
         if not gate.scores_experts:
@@ -82,7 +81,6 @@ def _conflicts_of_experts(c: DepthRouteConfig) -> Iterator[str]:
 
 
 def _conflicts_of_static(c: DepthRouteConfig) -> Iterator[str]:
-    """Conflicts of `static_layers`."""
     gate = GATES[c.gate]
     if c.static_layers is None:
         return
@@ -105,7 +103,6 @@ def _conflicts_of_static(c: DepthRouteConfig) -> Iterator[str]:
 
 
 def _conflicts_of_branch(c: DepthRouteConfig) -> Iterator[str]:
-    """Conflicts of the branch, and of gates that scale it."""
     gate = GATES[c.gate]
     target = TARGETS[c.target]
     if c.branch == "memory" and not _by_token(c):
@@ -128,7 +125,6 @@ def _conflicts_of_branch(c: DepthRouteConfig) -> Iterator[str]:
 
 
 def _conflicts_of_memory(c: DepthRouteConfig) -> Iterator[str]:
-    """Conflicts of the sizes of a memory."""
     if c.has_memory:
         hashes = hash_count(c)
         if c.memory_slots < LEAST_SLOTS * hashes:
@@ -142,7 +138,6 @@ def _conflicts_of_memory(c: DepthRouteConfig) -> Iterator[str]:
 
 
 def _conflicts_of_rules(c: DepthRouteConfig) -> Iterator[str]:
-    """Conflicts of what decides, in training and in inference."""
     gate = GATES[c.gate]
     if c.selection == "topk" and (c.granularity == "sequence" or c.budget_scope == "global"):
         yield (

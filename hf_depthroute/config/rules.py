@@ -307,6 +307,5 @@ def _is_int(value: Any, low: int = 0, high: int = 99_999) -> bool:
 
 
 def _are_indices(values: Any, most: int) -> bool:
-    """A list of distinct indices."""
     listed = isinstance(values, (list, tuple)) and len(values) <= most
     return listed and all(map(_is_int, values)) and len(set(values)) == len(values)

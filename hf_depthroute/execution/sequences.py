@@ -5,6 +5,7 @@ Shapes: B batch, T positions, d model width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -118,7 +119,8 @@ def skip_sequences(call: RoutedCall) -> Tensor:
     others = (~keep).nonzero().squeeze(-1)
     if len(rows):
         kwargs = {
-            name: whole_sequences(value, rows, len(keep)) for name, value in call.kwargs.items()
+            name: by_sequence(value, len(keep), lambda part: part[rows])
+            for name, value in call.kwargs.items()
         }
         after = call.of(rows, kwargs).full()
     else:
@@ -135,10 +137,11 @@ def skip_sequences(call: RoutedCall) -> Tensor:
     return call.with_recalled(out)
 
 
-def whole_sequences(value: object, rows: Tensor, batch: int) -> object:
-    """A layer's argument for the sequences `rows`; what broadcasts over the batch stays."""
+def by_sequence(value: object, batch: int, change: Callable[[Tensor], Tensor]) -> object:
+    """A layer's argument with `change` of what has a row for each of `batch` sequences;
+    what broadcasts over the batch stays."""
     if isinstance(value, tuple):
-        return tuple(whole_sequences(part, rows, batch) for part in value)
+        return tuple(by_sequence(part, batch, change) for part in value)
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] != batch or batch == 1:
         return value
-    return value[rows]
+    return change(value)

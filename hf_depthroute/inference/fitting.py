@@ -127,7 +127,7 @@ def _start(branch: nn.Module, gram: torch.Tensor, cross: torch.Tensor) -> torch.
     """The start of least squares: of neurons the FFN's own output, scaled; otherwise zero."""
     if not isinstance(branch, NeuronBranch):
         return torch.zeros_like(cross)
-    own_rd = branch.own_output()
+    own_rd = branch.outputs(branch.neurons)
     own = F.pad(own_rd.to(cross), (0, 0, 0, len(cross) - len(own_rd)))  # of the bias nothing
     agreeing = (own * cross).sum()
     square = (own * (gram @ own)).sum()

@@ -146,7 +146,7 @@ class NeuronBranch(Deriving):
         parts = zip(x_Nd.split(_ROWS), weight_N.split(_ROWS))
         sums = (w @ self._whole(x).float().square() for x, w in parts)
         energy_m = total(sum(sums, torch.zeros(())))
-        output_md = self._outputs(torch.arange(len(energy_m), device=x_Nd.device))
+        output_md = self.outputs(torch.arange(len(energy_m), device=x_Nd.device))
         if metric_dd is not None:
             output_md = output_md @ metric_dd.to(output_md)
         return energy_m * output_md.square().sum(1).to(energy_m)
@@ -158,12 +158,8 @@ class NeuronBranch(Deriving):
         self._derived.clear()
 
     @torch.no_grad()
-    def own_output(self) -> Tensor:
-        """The FFN's own output of the chosen neurons, float32 `[r, d]`."""
-        return self._outputs(self.neurons)
-
-    def _outputs(self, neurons_r: Tensor) -> Tensor:
-        """The FFN's output of each of these neurons alone, float32 `[r, d]`."""
+    def outputs(self, neurons_r: Tensor) -> Tensor:
+        """The FFN's own output of each of these neurons alone, float32 `[r, d]`."""
         down: Any = self._base[1].down_proj
         plain = is_readable(down, nn.Linear) and is_whole(down.weight)
         if plain and down.weight.device == neurons_r.device:

@@ -270,7 +270,6 @@ def _rule_of(
 
 
 def _mix_of(gate: type[Gate], scale_by_gate: bool, rule: str) -> str:
-    """How the two paths make the output, see `RoutePlan.mix`."""
     if gate.scales_sublayers:
         return "scaled_sublayers"
     if gate.scales_ffn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..adapter.labels import predicts_tokens
+from ..base.lm_head import has_head
 from ..routing.stack import routed_now
 
 
@@ -37,4 +37,4 @@ def _gives_labels(trainer: Any) -> bool:
     kinds = type(trainer).__mro__
     of_trl = any(kind.__module__.partition(".")[0] == "trl" for kind in kinds)
     supervised = any(kind.__name__ == "SFTTrainer" for kind in kinds)
-    return not of_trl or supervised or not predicts_tokens(trainer.model)
+    return not of_trl or supervised or not has_head(trainer.model)

@@ -32,6 +32,7 @@ from ..data.batches import breaks_of
 from ..execution.call import RoutedCall
 from ..execution.context import ForwardContext, unpack
 from ..execution.layer import routed_call
+from ..execution.sequences import by_sequence
 from ..inference.calibration import active_routings
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
@@ -279,7 +280,12 @@ def _counted(prefix: Prefix, labels_BT: torch.Tensor) -> torch.Tensor:
 
 def _repeated(kwargs: Kwargs, batch: int, count: int) -> Kwargs:
     """A layer's arguments for `count` times the batch."""
-    repeated = {name: _repeat(value, batch, count) for name, value in kwargs.items()}
+    if any(hasattr(value, "kv_num_blocks") for value in kwargs.values()):
+        raise ValueError("the oracle does not support flex attention; use sdpa or eager")
+    if count == 1:
+        return dict(kwargs)
+    again = partial(_repeat_rows, batch=batch, count=count)
+    repeated = {name: by_sequence(value, batch, again) for name, value in kwargs.items()}
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):  # where documents end, over all rows in a line
         ends = kwargs.get(name)
         if ends is not None:
@@ -291,16 +297,3 @@ def _repeated(kwargs: Kwargs, batch: int, count: int) -> Kwargs:
 def _repeat_rows(value_B: torch.Tensor, batch: int, count: int) -> torch.Tensor:
     """`[B or 1, ...]` for `count` times the batch, `[count * B, ...]`."""
     return value_B.expand(batch, *value_B.shape[1:]).repeat(count, *[1] * (value_B.ndim - 1))
-
-
-def _repeat(value: object, batch: int, count: int) -> object:
-    """A layer's argument for `count` times the batch; what broadcasts over the batch stays."""
-    if isinstance(value, tuple):
-        return tuple(_repeat(part, batch, count) for part in value)
-    if hasattr(value, "kv_num_blocks"):
-        raise ValueError("the oracle does not support flex attention; use sdpa or eager")
-    if count == 1 or batch == 1 or not isinstance(value, torch.Tensor):
-        return value
-    if value.ndim < 2 or value.shape[0] != batch:
-        return value
-    return value.repeat(count, *[1] * (value.ndim - 1))

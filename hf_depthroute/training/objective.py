@@ -154,7 +154,6 @@ class RoutingObjective:
         return terms.pop("lm", zero) + share * sum(terms.values(), zero)
 
     def _refreshed(self, prefix: Prefix, labels: torch.Tensor) -> dict[str, Any]:
-        """The labels that are due at this step."""
         a = self.arguments
         step = self._step
         due: dict[str, object] = {}

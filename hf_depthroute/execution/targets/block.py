@@ -58,8 +58,6 @@ class BlockTarget(AttentionTarget):
         return is_recorded(ROUTER_LOGITS) and router_of(call.layer, call.family) is not None
 
     def rest(self, call: RoutedCall, rows: Tensor, before: Tensor, scale: Tensor | None) -> Tensor:
-        if not len(rows):
-            return rows
         ffn = ffn_map(call.layer, call.family)
         norm = norm_of(call.layer, call.family, "ffn")
         read = before if call.family.parallel else rows
