@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from ..base.cache import cache_of, last_tokens, remember_tokens
 from ..base.sublayers import Kwargs
 from ..parts.memory import continued, over_padding, suffixes
+
+if TYPE_CHECKING:
+    from ..routing.plan import RoutePlan
 
 CONTEXT = "depth_route_context"  # the keyword that carries it to the layers
 
@@ -53,7 +56,7 @@ class ForwardContext:
     kept: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     suffixes: dict[int, Tensor] = field(default_factory=dict)
 
-    def ngrams(self, layer_index: int, order: int, kwargs: Kwargs) -> Tensor:
+    def ngrams(self, plan: RoutePlan, kwargs: Kwargs) -> Tensor:
         """A layer's n-grams of a call, int64 `[B, T, N]`, with the earlier tokens of its KV cache,
         which then holds these.
 
@@ -65,8 +68,9 @@ class ForwardContext:
         """
         if self.token_ids is None:
             raise ValueError(
-                f"layer {layer_index}: its memory needs the token ids; call the whole model"
+                f"layer {plan.layer_index}: its memory needs the token ids; call the whole model"
             )
+        order = plan.config.ngram_order
         if order not in self.suffixes:
             made = suffixes(self.token_ids, order, self.token_mask, self.starts)
             self.suffixes[order] = made
@@ -74,14 +78,14 @@ class ForwardContext:
         cache = cache_of(kwargs)
         if cache is None:
             return ngrams
-        before = last_tokens(cache, layer_index, ngrams.shape[-1] - 1)
+        before = last_tokens(cache, plan.layer_index, ngrams.shape[-1] - 1)
         if before is not None:
             before = before.to(ngrams.device)
             ngrams = continued(ngrams, before)
         held = ngrams[..., :-1]
         if self.token_mask is not None:
             held = over_padding(held, self.token_mask.to(held.device), before)
-        remember_tokens(cache, layer_index, held)
+        remember_tokens(cache, plan.layer_index, held)
         return ngrams
 
     def to(self, device: torch.device | str | int, **kwargs: Any) -> ForwardContext:

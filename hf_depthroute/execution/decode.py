@@ -55,7 +55,6 @@ class DecodeStep:
         assert family.attention_norm is not None and family.ffn_norm is not None
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
-        self.layer_index = routing.layer_index
         threshold = 0.0 if plan.rule == "predictor" else plan.threshold
         self.threshold = torch.as_tensor(threshold, dtype=torch.float32).item()
 
@@ -97,7 +96,7 @@ class DecodeStep:
         """The new tokens' n-grams, `[B, 1, N]`; the cache learns of those that run full, too."""
         if self.weights.memory is None:
             return None
-        return context.ngrams(self.layer_index, self.plan.config.ngram_order, kwargs)
+        return context.ngrams(self.plan, kwargs)
 
 
 class AttentionStep(DecodeStep):
@@ -164,12 +163,12 @@ class SequenceStep(DecodeStep):
         self, layer: nn.Module, h: Tensor, kwargs: Kwargs, context: ForwardContext
     ) -> Tensor | None:
         cache = cache_of(kwargs)
-        decided = remembered(cache, self.layer_index)
+        decided = remembered(cache, self.plan.layer_index)
         if decided is None:  # these tokens are the prompt
             return None
         keep = decided[0]
         kept = int(keep.sum())
-        held = cache_layer(cache, self.layer_index)
+        held = cache_layer(cache, self.plan.layer_index)
         target = self.plan.target
         skips_keys = target.skips_attention and isinstance(held, SkippingLayer)
         if 0 < kept < len(keep) or (kept and self.plan.rule == "static"):

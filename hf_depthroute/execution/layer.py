@@ -21,6 +21,7 @@ from torch import Tensor
 from ..base.cache import cache_of, earlier_scores, remember_scores, without_cache
 from ..base.recorded import ATTENTIONS, ROUTER_LOGITS, is_recorded, kept_weights
 from ..base.sublayers import Kwargs, hidden_of
+from ..parts.rules import all_if_none
 from ..routing.decision import decided_tokens
 from ..routing.misuse import warn_of_backward
 from ..routing.plan import RoutePlan
@@ -109,29 +110,27 @@ def _run(
     if plan is None:
         return (layer._base_forward(hidden_states, **kwargs),)
     routing: Routing = layer._modules[ROUTING]
-    plan = as_decided(plan, routing.layer_index, kwargs)
+    plan = as_decided(plan, kwargs)
     if plan.rule == "full":  # the base's layer; what is recorded has no scores
         if context.token_ids is not None and plan.adapter in routing.depth_route_memory:
             # Later calls may look them up.
-            context.ngrams(routing.layer_index, plan.config.ngram_order, kwargs)
+            context.ngrams(plan, kwargs)
         out = hidden_of(layer._base_forward(hidden_states, **kwargs))
         if not plan.recorders:
             return (out,)
-        mask = context.token_mask
-        if mask is None:
-            mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+        mask = all_if_none(context.token_mask, hidden_states[..., 0])
         return _recorded(out, plan, without_scores(routing, plan, hidden_states, mask))
     cache = None
     if plan.rule == "running":
         cache = cache_of(kwargs)
     if cache is not None:  # before the attention adds these positions to it
-        plan = replace(plan, earlier=earlier_scores(cache, routing.layer_index, len(hidden_states)))
+        plan = replace(plan, earlier=earlier_scores(cache, plan.layer_index, len(hidden_states)))
     call = routed_call(layer, plan, hidden_states, context, kwargs)
     out = executor_of(call).run(call)
     if plan.config.granularity == "sequence":
         remember_sequences(call, skips_attention=False)
     if cache is not None:
-        remember_scores(cache, routing.layer_index, scores_so_far(call))
+        remember_scores(cache, plan.layer_index, scores_so_far(call))
     if not plan.recorders:
         return (out,)
     assert call.decision is not None
@@ -172,7 +171,7 @@ def routed_call(
     ngrams = None
     # First: the attention writes the KV cache that they are read over.
     if plan.config.branch == "memory":
-        ngrams = context.ngrams(routing.layer_index, plan.config.ngram_order, kwargs)
+        ngrams = context.ngrams(plan, kwargs)
     target = target_of(plan).of_call(routing, plan, hidden_states, context, kwargs)
     stream = target.enter(layer, routing.family, hidden_states, kwargs)
     call = call_on_stream(layer, plan, target, stream, context.token_mask, kwargs, decides)

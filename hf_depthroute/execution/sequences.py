@@ -16,19 +16,21 @@ from ..base.cache import cache_layer, cache_of, can_skip, remember, remembered
 from ..base.cache_layers import SkippingLayer
 from ..base.recorded import records_attention
 from ..base.sublayers import Kwargs
+from ..parts.rules import all_if_none
+from ..routing.decision import decide
 from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
 from .call import Decision, RoutedCall, without_scores
 from .masked import scaled
 
 
-def as_decided(plan: RoutePlan, layer_index: int, kwargs: Kwargs) -> RoutePlan:
+def as_decided(plan: RoutePlan, kwargs: Kwargs) -> RoutePlan:
     """`plan`, but in the middle of a generation, whose prompt was decided:
     that decision holds at a budget of 1 too."""
     full = plan.rule == "full" or plan.everything
     if not full or plan.config.granularity != "sequence":
         return plan
-    if remembered(cache_of(kwargs), layer_index) is None:
+    if remembered(cache_of(kwargs), plan.layer_index) is None:
         return plan
     return replace(plan, rule="threshold", everything=False)
 
@@ -42,16 +44,14 @@ def decide_sequences(
     Scores and extras of a decision that is only remembered are NaN: they are not computed again.
     """
     routing: Routing = layer._modules[ROUTING]
-    batch, length = gate_input.shape[:2]
+    length = gate_input.shape[1]
     made = None
     if not plan.training:
-        made = remembered(cache_of(kwargs), routing.layer_index)
+        made = remembered(cache_of(kwargs), plan.layer_index)
     if made is not None and plan.replayed is None:
         keep, probs = (part[:, None].expand(-1, length) for part in made)
         return without_scores(routing, plan, gate_input, keep, probs)
-    real = token_mask
-    if real is None:
-        real = gate_input.new_ones(batch, length, dtype=torch.bool)
+    real = all_if_none(token_mask, gate_input[..., 0])
     # In float32: the sum over a long prompt leaves the range of float16.
     total = gate_input.masked_fill(~real[..., None], 0).sum(1, keepdim=True, dtype=torch.float32)
     pooled = (total / real.sum(1)[:, None, None].clamp(min=1)).to(gate_input.dtype)
@@ -60,7 +60,7 @@ def decide_sequences(
         for name, value in routing.score(plan, pooled).items()
     }
     scores = extras.pop("scores")
-    return Decision(scores, extras, *routing.decide(plan, scores, None, extras.get("predicted")))
+    return Decision(scores, extras, *decide(plan, scores, None, extras.get("predicted")))
 
 
 def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
@@ -68,7 +68,7 @@ def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
     cache = None
     if not call.plan.training:
         cache = cache_of(call.kwargs)
-    index = call.routing.layer_index
+    index = call.plan.layer_index
     if cache is not None and remembered(cache, index) is None:
         remember(cache, index, call.mask[:, 0], call.probs[:, 0], skips_attention)
 
@@ -93,11 +93,11 @@ def skips_sequences(call: RoutedCall) -> bool:
         return False
     cache = cache_of(call.kwargs)
     attended = call.kwargs.get("attention_mask")
-    held = cache_layer(cache, call.routing.layer_index)
+    held = cache_layer(cache, plan.layer_index)
     if records_attention(call.kwargs) or call.target.hides(call):
         if isinstance(held, SkippingLayer):
             raise ValueError(
-                f"layer {call.routing.layer_index}: attention weights or router logits are asked "
+                f"layer {plan.layer_index}: attention weights or router logits are asked "
                 "for over a KV cache that holds no keys of skipped sequences; ask for them from "
                 "the prompt on, with a new cache"
             )
@@ -125,7 +125,7 @@ def skip_sequences(call: RoutedCall) -> Tensor:
         after = call.of(rows, kwargs).full()
     else:
         after = stream[rows]
-    held = cache_layer(cache_of(call.kwargs), call.routing.layer_index)
+    held = cache_layer(cache_of(call.kwargs), call.plan.layer_index)
     if held is not None and not len(rows):
         held.advance(stream.shape[1])
     if call.scale is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..base.families import Family
 from ..base.sublayers import Kwargs, norm_of
 from ..parts.targets import TargetTraits
+from ..routing.decision import decide
 from .call import Decision, RoutedCall
 from .context import ForwardContext
 from .masked import masked_update
@@ -94,9 +95,7 @@ class Target(TargetTraits, ABC):
         """The gate's decision, from the stream or its norm, `[B, T, d]`."""
         extras = routing.score(plan, gate_input)
         scores = extras.pop("scores")
-        return Decision(
-            scores, extras, *routing.decide(plan, scores, token_mask, extras.get("predicted"))
-        )
+        return Decision(scores, extras, *decide(plan, scores, token_mask, extras.get("predicted")))
 
     def both(self, call: RoutedCall) -> tuple[Tensor, Tensor]:
         """The stream after the full and after the cheap path, for every token, each `[B, T, d]`."""

@@ -101,7 +101,7 @@ class Soft(Rule):
     def decide(self, scores: Tensor, context: RuleContext) -> tuple[Tensor, Tensor]:
         if not context.weighs:
             return super().decide(scores, context)
-        return _all_if_none(context.real, scores), context.probs
+        return all_if_none(context.real, scores), context.probs
 
 
 class TopK(Rule):
@@ -198,7 +198,7 @@ def where_real(mask: Tensor, real: Tensor | None) -> Tensor:
     return mask if real is None else mask & real
 
 
-def _all_if_none(mask: Tensor | None, like: Tensor) -> Tensor:
+def all_if_none(mask: Tensor | None, like: Tensor) -> Tensor:
     """`mask`; None stands for a bool mask, in the shape of `like`, that is true everywhere."""
     if mask is None:
         return torch.ones_like(like, dtype=torch.bool)
@@ -233,7 +233,7 @@ def topk_mask(scores_BT: Tensor, budget: float, token_mask_BT: Tensor | None = N
     Ties go to the lowest index, so that exactly `k` tokens are chosen. This rule looks at the whole
     sequence, later tokens included: it is a training rule only.
     """
-    real = _all_if_none(token_mask_BT, scores_BT)
+    real = all_if_none(token_mask_BT, scores_BT)
     count_B = budget_count(budget, real.sum(dim=-1))
     eligible = real & ~scores_BT.isnan()
     # Stable sorts, least significant key first: by score, then eligible tokens before the others.
@@ -292,7 +292,7 @@ def tail_mask(ends: Tensor, count: int, token_mask: Tensor | None = None) -> Ten
 
     `ends`, as the mask `[B, T]`, is true at the last real token of every sequence.
     """
-    real = _all_if_none(token_mask, ends)
+    real = all_if_none(token_mask, ends)
     behind = real.flip(1).cumsum(1)  # from right to left: the real tokens from here on
     behind_the_end = torch.where(ends.flip(1), behind, 0).cummax(1).values
     # Rows after the last end are of no sequence.

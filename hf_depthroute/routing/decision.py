@@ -13,7 +13,6 @@ from .plan import RoutePlan
 
 def decide(
     plan: RoutePlan,
-    layer_index: int,
     scores: torch.Tensor,
     token_mask: torch.Tensor | None,
     predicted: torch.Tensor | None = None,
@@ -21,9 +20,10 @@ def decide(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The bool mask of what runs full, and `p`, both in the shape of `scores`.
 
+    A token that left early stays out, unless a replay says otherwise.
+
     Args:
         plan: The plan of this forward pass.
-        layer_index: Index of the decoder layer.
         scores: Float32 `[B, T]`, or `[B, T, K]` of pairs.
         token_mask: Bool `[B, T]`, true at real tokens; None for all.
         predicted: Logits of the causal predictor, `[B, T]`.
@@ -40,8 +40,8 @@ def decide(
     if plan.replayed is not None:
         if plan.replayed.shape != scores.shape:
             raise ValueError(
-                f"layer {layer_index}: the replayed mask has shape {tuple(plan.replayed.shape)}, "
-                f"the input {tuple(scores.shape)}"
+                f"layer {plan.layer_index}: the replayed mask has shape "
+                f"{tuple(plan.replayed.shape)}, the input {tuple(scores.shape)}"
             )
         mask = plan.replayed.to(scores.device)
     if mask is None or plan.gate.soft:
@@ -57,7 +57,7 @@ def decide(
             weighs=plan.gate.soft,
             predicted=predicted,
             experts=experts,
-            dropped=plan.config.experts_dropped_in(layer_index),
+            dropped=plan.config.experts_dropped_in(plan.layer_index),
             earlier=plan.earlier,
             expected=None if expected is None else expected.share_above(scores.detach()),
             share=None if expected is None else expected.share(plan.budget),
@@ -65,13 +65,20 @@ def decide(
         # Of a budget of 1, which no score fails to reach.
         rule = "threshold" if plan.rule == "full" else plan.rule
         mask, probs = RULES[rule].decide(scores, context)
-    if last is None:
-        return mask, probs
-    if scores.ndim == 3:
-        last = last[..., None]
-    if plan.replayed is None:
-        mask = mask | last
-    return mask, probs.masked_fill(last, 1.0)
+    if last is not None:
+        if scores.ndim == 3:
+            last = last[..., None]
+        if plan.replayed is None:
+            mask = mask | last
+        probs = probs.masked_fill(last, 1.0)
+    if plan.gate.exits:
+        assert plan.kept is not None
+        # A layer that is not there ran in full, and no token left in it.
+        places = [i for name, i in plan.kept if name == plan.adapter and i < plan.layer_index]
+        if places and plan.replayed is None:
+            mask = mask & plan.kept[plan.adapter, max(places)].to(mask.device)
+        plan.kept[plan.adapter, plan.layer_index] = mask
+    return mask, probs
 
 
 def decided_tokens(plan: RoutePlan, token_mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -34,6 +34,7 @@ class RoutePlan:
     """The plan of one forward pass of one layer, made before it runs.
 
     Attributes:
+        layer_index: Index of the decoder layer.
         adapter: Name of the active adapter, with its `config`.
         gate: What the layer's gate says of itself.
         target: What it routes.
@@ -64,6 +65,7 @@ class RoutePlan:
         training: Whether this is a step of training: in training mode, with gradients.
     """
 
+    layer_index: int
     adapter: str
     config: DepthRouteConfig
     gate: type[Gate]
@@ -225,6 +227,7 @@ def make_plan(
         table = cast(ScoreQuantiles, routing.depth_route_quantiles[name])
         expected = Expected(table.values, config.share_shift(routing.layer_index))
     return RoutePlan(
+        layer_index=routing.layer_index,
         adapter=name,
         config=config,
         gate=gate,

@@ -23,7 +23,6 @@ from ..parts.gates import GATES, MLPGate, TargetProjection
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
 from ..parts.targets import TARGETS, TargetTraits
-from .decision import decide
 from .description import routing_summary
 from .plan import RoutePlan, plan_of
 from .state import RunState
@@ -238,26 +237,6 @@ class Routing(nn.Module, BaseTunerLayer):
         if plan.adapter in self.depth_route_predictor:
             out["predicted"] = self.depth_route_predictor[plan.adapter](x.detach())["scores"]
         return out
-
-    def decide(
-        self,
-        plan: RoutePlan,
-        scores: torch.Tensor,
-        token_mask: torch.Tensor | None,
-        predicted: torch.Tensor | None = None,
-        experts: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`decision.decide`; a token that left early stays out, unless a replay says otherwise."""
-        mask, probs = decide(plan, self.layer_index, scores, token_mask, predicted, experts)
-        if not plan.gate.exits:
-            return mask, probs
-        assert plan.kept is not None
-        # A layer that is not there ran in full, and no token left in it.
-        places = [i for name, i in plan.kept if name == plan.adapter and i < self.layer_index]
-        if places and plan.replayed is None:
-            mask = mask & plan.kept[plan.adapter, max(places)].to(mask.device)
-        plan.kept[plan.adapter, self.layer_index] = mask
-        return mask, probs
 
     def train(self, mode: bool = True) -> Routing:
         self.derived.clear()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.contexts import hooked, of_this_thread
+from ...routing.decision import decide
 from ..call import Decision, RoutedCall
 from .ffn import FFNTarget
 
@@ -76,9 +77,7 @@ class ExpertsTarget(FFNTarget):
                 decision.scores = scores.gather(-1, index_BTK)
             else:
                 decision.scores = scores[..., None].expand_as(index_BTK)
-            mask, probs = call.routing.decide(
-                call.plan, decision.scores, call.token_mask, None, index_BTK
-            )
+            mask, probs = decide(call.plan, decision.scores, call.token_mask, None, index_BTK)
             decision.mask = mask
             decision.probs = probs
             decision.extras["expert_index"] = index_BTK

@@ -70,7 +70,7 @@ class MemoryTarget(Target):
     def of_call(
         self, routing: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs
     ) -> MemoryTarget:
-        ngrams = context.ngrams(routing.layer_index, plan.config.ngram_order, kwargs)
+        ngrams = context.ngrams(plan, kwargs)
         memory = cast(NgramMemory, routing.depth_route_memory[plan.adapter])
         retrieved = memory(ngrams).to(h)
         return MemoryTarget(retrieved, memory.value(retrieved))
