@@ -125,9 +125,9 @@ def skip_sequences(call: RoutedCall) -> Tensor:
         after = call.of(rows, kwargs).full()
     else:
         after = stream[rows]
-    held = cache_layer(cache_of(call.kwargs), call.plan.layer_index)
-    if held is not None and not len(rows):
-        held.advance(stream.shape[1])
+        held = cache_layer(cache_of(call.kwargs), call.plan.layer_index)
+        if held is not None:
+            held.advance(stream.shape[1])
     if call.scale is not None:
         after = stream[rows] + scaled(after - stream[rows], call.scale[rows])
     out = stream.clone()
