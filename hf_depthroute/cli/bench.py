@@ -20,7 +20,6 @@ _OF_COMPARE = ("compare", "json_file", "config", "debug")
 
 @dataclass(kw_only=True)
 class BenchOptions(o.AdapterOptions):
-    context: typer.Context
     adapter: o.AnyAdapter = ""
     compare: Annotated[
         tuple[Path, Path] | None,
@@ -37,15 +36,9 @@ class BenchOptions(o.AdapterOptions):
     batch: Annotated[str, "Sequences in prefill; one or more, comma-separated."] = "4"
     length: Annotated[str, "Tokens of the prompt; one or more, comma-separated."] = "256"
     decode_batch: Annotated[str, "Sequences in decode; one or more, comma-separated."] = "1"
-    decode_steps: Annotated[
-        int, typer.Option(min=0, help="Timed decoding steps; 0 leaves decode out.")
-    ] = 16
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Rounds; figures are medians ± standard errors.")
-    ] = 15
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = (
-        None
-    )
+    decode_steps: Annotated[o.WholeNumber, "Timed decoding steps; 0 leaves decode out."] = 16
+    repeats: Annotated[o.Count, "Rounds; figures are medians ± standard errors."] = 15
+    threads: Annotated[o.OptionalCount, "CPU threads. Default: all cores."] = None
     json_file: ResultFile = None
 
 
@@ -66,9 +59,7 @@ def bench(options: BenchOptions) -> None:
         raise CliError("bench: give either ADAPTER (with or without --model) or --compare")
     if options.compare is not None:
         others = [name for name in o.given(options.context) if name not in _OF_COMPARE]
-        o.refuse_unused(
-            options.context, sorted(others), "no effect with --compare, which measures nothing"
-        )
+        options.refuse_unused(sorted(others), "no effect with --compare, which measures nothing")
         _compare(*options.compare, options.json_file)
         return
     result = _measure(options)
@@ -82,13 +73,11 @@ def bench(options: BenchOptions) -> None:
 def _refuse_unused(options: BenchOptions, kinds: tuple[str, ...]) -> None:
     """`CliError` where an option is for a case that is not among `kinds`."""
     if "prefill" not in kinds:
-        o.refuse_unused(options.context, ("batch",), "no effect without --cases prefill")
+        options.refuse_unused(("batch",), "no effect without --cases prefill")
     if not options.decode_steps:
-        o.refuse_unused(options.context, ("decode_batch",), "no effect with --decode-steps 0")
+        options.refuse_unused(("decode_batch",), "no effect with --decode-steps 0")
     elif "decode" not in kinds:
-        o.refuse_unused(
-            options.context, ("decode_batch", "decode_steps"), "no effect without --cases decode"
-        )
+        options.refuse_unused(("decode_batch", "decode_steps"), "no effect without --cases decode")
 
 
 def _compare(old: Path, new: Path, out: Path | None) -> None:

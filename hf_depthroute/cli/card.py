@@ -16,7 +16,7 @@ from .output import STDOUT, write_text
 
 
 @dataclass(kw_only=True)
-class CardOptions:
+class CardOptions(o.CommandOptions):
     adapter: o.Adapter = ""
     results: Annotated[
         list[Path] | None,
@@ -40,7 +40,6 @@ class CardOptions:
     language: Annotated[str | None, "Of the metadata, such as en."] = None
     config: o.ConfigFile = None
     adapter_option: o.OldAdapter = None
-    debug: o.Debug = False
 
 
 @o.command

@@ -37,7 +37,6 @@ Measured = tuple[dict[str, Any], tuple[str, ...], Sequence[tuple[str, ...]]]
 
 @dataclass(kw_only=True)
 class EvalOptions(o.TextOptions, o.AdapterOptions):
-    context: typer.Context
     dataset: Annotated[
         str | None,
         typer.Option(
@@ -58,9 +57,7 @@ class EvalOptions(o.TextOptions, o.AdapterOptions):
     calibrate_on: Annotated[
         str | None, "Split to calibrate every budget on. Default: the adapter's own thresholds."
     ] = None
-    calibration_blocks: Annotated[
-        int, typer.Option(min=1, help="With --calibrate-on: blocks to calibrate on.")
-    ] = 64
+    calibration_blocks: Annotated[o.Count, "With --calibrate-on: blocks to calibrate on."] = 64
     include_path: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="With --tasks: lm-eval task files of your own."),
@@ -68,10 +65,8 @@ class EvalOptions(o.TextOptions, o.AdapterOptions):
     num_fewshot: Annotated[
         int | None, typer.Option(min=0, help="With --tasks: shots. Default: the task's.")
     ] = None
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="With --tasks: at most this many documents of each.")
-    ] = None
-    blocks: Annotated[int, typer.Option(min=1, help="At most this many blocks.")] = 64
+    limit: Annotated[o.OptionalCount, "With --tasks: at most this many documents of each."] = None
+    blocks: Annotated[o.Count, "At most this many blocks."] = 64
     json_file: ResultFile = None
 
 
@@ -91,15 +86,11 @@ def evaluate(options: EvalOptions) -> None:
     if (options.dataset is None) == (options.tasks is None):
         raise CliError("eval: give one of --dataset and --tasks")
     if options.tasks is None:
-        o.refuse_unused(options.context, _OF_TASKS, "no effect without --tasks")
+        options.refuse_unused(_OF_TASKS, "no effect without --tasks")
         if options.calibrate_on is None:
-            o.refuse_unused(
-                options.context, ("calibration_blocks",), "no effect without --calibrate-on"
-            )
+            options.refuse_unused(("calibration_blocks",), "no effect without --calibrate-on")
     else:
-        o.refuse_unused(
-            options.context, _OF_LOSS, "no effect with --tasks, which bring their own texts"
-        )
+        options.refuse_unused(_OF_LOSS, "no effect with --tasks, which bring their own texts")
         if options.include_path is not None and not options.include_path.is_dir():
             raise CliError(f"--include-path {options.include_path}: no such folder")
     budgets = o.parse_budgets(options.budgets)

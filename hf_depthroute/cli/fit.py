@@ -23,7 +23,6 @@ _FIELDS = ("target", "gate", "branch", "branch_rank", "phases", "prompt_tail", "
 class FitOptions(o.TextOptions, o.BaseOptions):
     """All options of `fit`."""
 
-    context: typer.Context
     model: Annotated[str, "Hub id or folder of the base model."]
     dataset: o.Dataset
     out: Annotated[Path, typer.Option(help="Folder for the adapter.")]
@@ -40,18 +39,12 @@ class FitOptions(o.TextOptions, o.BaseOptions):
         "there is found, too.",
     ] = "all"
     prompt_length: Annotated[
-        int | None,
-        typer.Option(
-            help="With --phases prefill: tokens of the prompt that --keep is a share of.", min=1
-        ),
+        o.OptionalCount, "With --phases prefill: tokens of the prompt that --keep is a share of."
     ] = None
     prompt_tail: Annotated[
-        int | None,
-        typer.Option(
-            help="With --phases prefill: last tokens of a prompt that run in full. Default: 64, or "
-            "a sixth of --length, if less.",
-            min=1,
-        ),
+        o.OptionalCount,
+        "With --phases prefill: last tokens of a prompt that run in full. Default: 64, or "
+        "a sixth of --length, if less.",
     ] = None
     target: Annotated[str, "What an easy token skips: ffn, attention or block."] = "ffn"
     gate: Annotated[str, "What scores a token: mlp or affine."] = "mlp"
@@ -73,10 +66,7 @@ class FitOptions(o.TextOptions, o.BaseOptions):
         RoutingFields.ngram_order
     )
     rounds: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="How often everything is fitted, by default 2; the best round is kept."
-        ),
+        o.OptionalCount, "How often everything is fitted, by default 2; the best round is kept."
     ] = None
     blocks: Annotated[int, typer.Option(min=2, help="Blocks of text to fit on.")] = 64
     split: Annotated[str, "Split to fit on."] = "train"
@@ -100,9 +90,7 @@ def fit(options: FitOptions) -> None:
       hf-depthroute fit --model Qwen/Qwen2.5-0.5B --dataset python-stdlib --keep 0.5 --out fitted
     """
     if options.phases == "all":
-        o.refuse_unused(
-            options.context, ("keep_of", "prompt_length"), "no effect without --phases prefill"
-        )
+        options.refuse_unused(("keep_of", "prompt_length"), "no effect without --phases prefill")
     options.out = check_out(options.out, options.overwrite, resume=False)
     from . import loading
 

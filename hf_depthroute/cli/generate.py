@@ -24,10 +24,9 @@ _OF_SAMPLING = ("temperature", "top_p")
 
 @dataclass(kw_only=True)
 class GenerateOptions(o.AdapterOptions):
-    context: typer.Context
     prompt: Annotated[str | None, "Start of the text. Default: read from stdin."] = None
     chat_template: o.ChatTemplate = True
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64
+    max_new_tokens: Annotated[o.Count, "Tokens to add at most."] = 64
     budget: o.Budget = None
     phases: o.Phases = None
     sample: Annotated[
@@ -47,10 +46,7 @@ class GenerateOptions(o.AdapterOptions):
         str | None, "With --lossless: decoder layers that the draft leaves out, such as 3,4."
     ] = None
     draft_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="With --lossless: tokens drafted before the base looks. Default: 5."
-        ),
+        o.OptionalCount, "With --lossless: tokens drafted before the base looks. Default: 5."
     ] = None
 
 
@@ -201,7 +197,7 @@ def _check_options(options: GenerateOptions) -> None:
     if not 0 < options.top_p <= 1:
         raise CliError(f"--top-p {options.top_p}: must be in (0, 1]")
     if not options.sample:
-        o.refuse_unused(options.context, _OF_SAMPLING, "no effect without --sample")
+        options.refuse_unused(_OF_SAMPLING, "no effect without --sample")
     for name in ("budget", "phases"):
         if options.full and getattr(options, name) is not None:
             raise CliError(f"--{name} has no effect with --full; leave one out")

@@ -3,6 +3,7 @@ and `--config FILE.yaml`."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -82,9 +83,9 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     """A command for typer from a function of one dataclass: each of its fields is an option.
 
     A class's own fields come before those of its bases. Name, type and default are the field's; its
-    help is the text in `Annotated[TYPE, "text"]` or in its metadata, and
-    `Annotated[TYPE, typer.Option(...)]` says more. What is neither text nor a number nor true or
-    false is given as text. A flag that is off by default has no negation.
+    help is the text in `Annotated[TYPE, "text"]` or in its metadata; `Annotated[TYPE,
+    typer.Option(...)]`, such as `Count`, says more, with or without a text. What is neither text
+    nor a number nor true or false is given as text. A flag that is off by default has no negation.
     """
     (owner,) = (kind for name, kind in get_type_hints(function).items() if name != "return")
     kinds = get_type_hints(owner, include_extras=True)
@@ -111,10 +112,19 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
 
 def _annotation(field: Field[object], kind: Any) -> Any:
     text = field.metadata.get("help")
-    if get_origin(kind) is Annotated and isinstance(kind.__metadata__[0], str):
-        kind, text = get_args(kind)
-    if get_origin(kind) is Annotated or kind is typer.Context:
+    if kind is typer.Context:
         return kind
+    option = None
+    if get_origin(kind) is Annotated:
+        kind, *parts = get_args(kind)
+        for part in parts:
+            if isinstance(part, str):
+                text = part
+            else:
+                option = copy.copy(part)
+    if option is not None:
+        option.help = text or option.help
+        return Annotated[kind, option]
     types = set(get_args(kind) or (kind,)) - {type(None)}
     if len(types) > 1 or not types <= {str, int, float, bool}:
         kind = str | None
@@ -146,18 +156,6 @@ def given(context: typer.Context) -> set[str]:
     return {
         name for name, source in sources.items() if source is not None and source.name != "DEFAULT"
     }
-
-
-def refuse_unused(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """`CliError` where one of these options is given, which the command would not look at."""
-    words = {parameter.name: _word(context, parameter) for parameter in context.command.params}
-    set_here = given(context)
-    unused = [words[name] for name in names if name in set_here]
-    if unused:
-        raise CliError(
-            f"{context.info_name}: {' and '.join(unused)} {'has' if len(unused) == 1 else 'have'} "
-            f"{why}"
-        )
 
 
 def _word(context: typer.Context, option: Any) -> str:
@@ -287,6 +285,9 @@ def _trust_remote_code(context: typer.Context, given: bool) -> bool:
     return given
 
 
+Count = Annotated[int, typer.Option(min=1)]
+OptionalCount = Annotated[int | None, typer.Option(min=1)]
+WholeNumber = Annotated[int, typer.Option(min=0)]
 _ADAPTER = "Hub id or folder of the adapter."
 Adapter = Annotated[
     str, typer.Argument(metavar="ADAPTER", show_default=False, callback=_one, help=_ADAPTER)
@@ -350,7 +351,24 @@ ChatTemplate = Annotated[
 
 
 @dataclass(kw_only=True)
-class BaseOptions:
+class CommandOptions:
+    """Options of all commands that take a YAML file or refuse an option without effect."""
+
+    context: typer.Context
+    debug: Debug = False
+
+    def refuse_unused(self, names: Iterable[str], why: str) -> None:
+        """`CliError` where one of these options is given, which the command would not look at."""
+        params = {parameter.name: parameter for parameter in self.context.command.params}
+        set_here = given(self.context)
+        unused = [_word(self.context, params[name]) for name in names if name in set_here]
+        if unused:
+            has = "has" if len(unused) == 1 else "have"
+            raise CliError(f"{self.context.info_name}: {' and '.join(unused)} {has} {why}")
+
+
+@dataclass(kw_only=True)
+class BaseOptions(CommandOptions):
     """Options of the commands that load a base model."""
 
     gguf_file: Annotated[
@@ -362,7 +380,6 @@ class BaseOptions:
     dtype: Annotated[str, "auto (as stored), float32, bfloat16 or float16."] = "auto"
     config: ConfigFile = None
     trust_remote_code: TrustRemoteCode = False
-    debug: Debug = False
 
 
 @dataclass(kw_only=True)
@@ -389,5 +406,5 @@ class TextOptions:
         bool,
         typer.Option("--streaming/--no-streaming", help="Read the dataset without downloading it."),
     ] = False
-    batch_size: Annotated[int, typer.Option(min=1, help="Blocks in a batch.")] = 8
+    batch_size: Annotated[Count, "Blocks in a batch."] = 8
     length: Annotated[int, typer.Option(min=2, help="Tokens in a block.")] = 256

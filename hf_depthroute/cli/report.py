@@ -29,7 +29,6 @@ _TIMED_BLOCKS = 4  # sequences of the prefill that is timed, as in bench
 
 @dataclass(kw_only=True)
 class ReportOptions(o.TextOptions, o.AdapterOptions):
-    context: typer.Context
     dataset: Annotated[
         str,
         typer.Option(
@@ -42,10 +41,10 @@ class ReportOptions(o.TextOptions, o.AdapterOptions):
     budgets: Annotated[
         str | None, "Fractions of tokens that run full, comma-separated. Default: 0.25,0.5,0.75."
     ] = None
-    blocks: Annotated[int, typer.Option(min=1, help="At most this many blocks.")] = 64
-    samples: Annotated[int, typer.Option(min=1, help="Blocks of the text in the token view.")] = 3
+    blocks: Annotated[o.Count, "At most this many blocks."] = 64
+    samples: Annotated[o.Count, "Blocks of the text in the token view."] = 3
     prompt: Annotated[str | None, "Show how this text is continued, too."] = None
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="With --prompt: tokens to add.")] = 64
+    max_new_tokens: Annotated[o.Count, "With --prompt: tokens to add."] = 64
     eval_file: Annotated[
         Path | None,
         typer.Option(
@@ -59,9 +58,7 @@ class ReportOptions(o.TextOptions, o.AdapterOptions):
         ),
     ] = None
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Rounds of the speed; medians are reported.")
-    ] = 15
+    repeats: Annotated[o.Count, "Rounds of the speed; medians are reported."] = 15
     title: Annotated[str | None, "Of the page. Default: the adapter's name."] = None
     out: Annotated[
         Path | None,
@@ -86,10 +83,10 @@ def report(options: ReportOptions) -> None:
     if not options.dataset:
         raise CliError(f"report: give --dataset, the text to measure adapter {options.adapter} on")
     if options.prompt is None:
-        o.refuse_unused(options.context, ("max_new_tokens",), "no effect without --prompt")
+        options.refuse_unused(("max_new_tokens",), "no effect without --prompt")
     if options.bench_file is not None or not options.speed:
-        o.refuse_unused(
-            options.context, ("repeats",), "no effect with --bench or --no-speed: nothing is timed"
+        options.refuse_unused(
+            ("repeats",), "no effect with --bench or --no-speed: nothing is timed"
         )
     say(_report_adapter(options))
 

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..files.shown import say
 from . import options as o
 from .errors import CliError
@@ -37,15 +35,10 @@ _BASE_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 @dataclass(kw_only=True)
 class ServeOptions(ServedAdapter):
     engine: Annotated[str, "What serves: transformers or vllm."] = "transformers"
-    max_prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Longest prompt; a longer one gets 400.")
-    ] = 16_384
-    max_output_tokens: Annotated[
-        int, typer.Option(min=1, help="Longest answer; asking for more gets 400.")
-    ] = 4096
+    max_prompt_tokens: Annotated[o.Count, "Longest prompt; a longer one gets 400."] = 16_384
+    max_output_tokens: Annotated[o.Count, "Longest answer; asking for more gets 400."] = 4096
     max_requests: Annotated[
-        int,
-        typer.Option(min=1, help="Requests at one time, running and waiting; one more gets 429."),
+        o.Count, "Requests at one time, running and waiting; one more gets 429."
     ] = 32
     trust_remote_code: o.TrustRemoteCode = False
 
@@ -69,7 +62,7 @@ def serve(options: ServeOptions) -> None:
       curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "def main():"}'
     """  # noqa: E501
     if options.engine == "vllm":
-        serve_vllm(options, options.context)
+        serve_vllm(options)
         return
     if options.engine != "transformers":
         raise CliError(f"--engine {options.engine}: use one of: transformers, vllm")

@@ -20,8 +20,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from ..files.shown import say
 from . import options as o
 from .errors import CliError
@@ -36,10 +34,9 @@ _LIMITS = {
 
 
 @dataclass(kw_only=True)
-class ServedAdapter:
+class ServedAdapter(o.CommandOptions):
     """Options about the adapter, shared by the commands that serve."""
 
-    context: typer.Context
     adapter: o.Adapter = ""
     model: o.BaseModel = None
     adapter_option: o.OldAdapter = None
@@ -48,7 +45,6 @@ class ServedAdapter:
     request_budgets: Annotated[
         bool, "vLLM: a request may name its own budget, depth_route_budget in vllm_xargs."
     ] = False
-    debug: o.Debug = False
 
 
 @o.command
@@ -68,7 +64,7 @@ def vllm_config(options: ServedAdapter) -> None:
     say(shlex.join(vllm_words(options, o.passed_on(options.context))))
 
 
-def serve_vllm(options: Any, context: typer.Context) -> None:
+def serve_vllm(options: Any) -> None:
     """Run vLLM's server until it ends, all processes' counts at its Prometheus endpoint."""
     from . import loading
 
@@ -77,13 +73,13 @@ def serve_vllm(options: Any, context: typer.Context) -> None:
             "--trust-remote-code is not supported with --engine vllm: that code would be served, "
             "unrouted"
         )
-    for name in sorted(o.given(context) & _LIMITS.keys()):
+    for name in sorted(o.given(options.context) & _LIMITS.keys()):
         option = f"--{o.option_name(name)}"
         raise CliError(
             f"{option} is a limit of --engine transformers; for vLLM, pass {_LIMITS[name]}"
         )
     loading.quiet(options.debug)
-    words = vllm_words(options, o.passed_on(context))
+    words = vllm_words(options, o.passed_on(options.context))
     if importlib.util.find_spec("vllm") is None:
         raise CliError(
             "serve --engine vllm needs vLLM; install it with: pip install vllm, or on a CPU: pip "

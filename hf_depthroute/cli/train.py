@@ -18,7 +18,6 @@ from .output import check_out
 class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions):
     """All options of `train`: its own, and those of text, base, adapter and losses."""
 
-    context: typer.Context
     dataset: o.Dataset
     out: Annotated[
         Path, typer.Option(help="Folder for the adapter; its files are made when training is done.")
@@ -46,9 +45,7 @@ class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions
     split: Annotated[str, "Split to train on."] = "train"
     validation_split: Annotated[str | None, "Split to evaluate on at the end."] = None
     eval_dataset: Annotated[str | None, "Dataset to evaluate on at the end."] = None
-    validation_blocks: Annotated[
-        int, typer.Option(min=1, help="Blocks to evaluate on, at most.")
-    ] = 64
+    validation_blocks: Annotated[o.Count, "Blocks to evaluate on, at most."] = 64
     hold_out: Annotated[
         float,
         typer.Option(
@@ -57,28 +54,24 @@ class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions
             help="Share of the text to evaluate on where neither is given; 0 for none.",
         ),
     ] = 0.05
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000
-    accumulate: Annotated[int, typer.Option(min=1, help="Batches per optimizer step.")] = 1
+    steps: Annotated[o.Count, "Optimizer steps."] = 1000
+    accumulate: Annotated[o.Count, "Batches per optimizer step."] = 1
     lr: Annotated[float, "Peak learning rate; cosine to 1 % of it."] = 2e-4
     warmup_steps: Annotated[
         int | None, typer.Option(min=0, help="Warm-up steps. Default: 5 % of --steps.")
     ] = None
     calibration_blocks: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Training blocks that set the thresholds, and that --init fit fits to."
-        ),
+        o.Count, "Training blocks that set the thresholds, and that --init fit fits to."
     ] = 64
     dtype: Annotated[str, "float32, or bfloat16 (frozen base and autocast)."] = "float32"
     seed: Annotated[int, "Seed of the adapter and of the data order."] = 0
-    logging_steps: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 50
+    logging_steps: Annotated[o.Count, "Steps between log lines."] = 50
     report_to: Annotated[
         str,
         "none, or integrations of the Trainer, comma-separated, such as tensorboard or trackio.",
     ] = "none"
     save_steps: Annotated[
-        int,
-        typer.Option(min=0, help="Steps between checkpoints in --out, for --resume; 0 for none."),
+        o.WholeNumber, "Steps between checkpoints in --out, for --resume; 0 for none."
     ] = 500
     resume: Annotated[
         bool, "Go on from the last whole checkpoint in --out, with the same options."

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ..config.adapter import DepthRouteConfig
 from ..parts.gates import GATES
 from ..training.arguments import RoutingArguments
-from . import options as o
 
 if TYPE_CHECKING:
     from .train import TrainOptions
@@ -37,7 +36,7 @@ def refuse_unused(
         if not has_effect:
             # A weight of 0 asks for what is.
             set_here = [name for name in names if getattr(options, name) != 0]
-            o.refuse_unused(options.context, set_here, f"no effect {why}")
+            options.refuse_unused(set_here, f"no effect {why}")
 
 
 def _of_text(options: TrainOptions) -> Iterator[tuple[bool, tuple[str, ...], str]]:
