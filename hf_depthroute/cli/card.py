@@ -20,19 +20,14 @@ class CardOptions(o.CommandOptions):
     adapter: o.Adapter = ""
     results: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="A file of eval --out or bench --out; once for each file."
-        ),
+        typer.Option(metavar="FILE"),
+        "A file of eval --out or bench --out; once for each file.",
     ] = None
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write here instead of ADAPTER/README.md; - for stdout."),
-    ] = None
+    out: Annotated[o.File, "Write here instead of ADAPTER/README.md; - for stdout."] = None
     push_to: Annotated[
         str | None,
-        typer.Option(
-            metavar="REPO", help="Send the adapter with the card to this repository of the Hub."
-        ),
+        typer.Option(metavar="REPO"),
+        "Send the adapter with the card to this repository of the Hub.",
     ] = None
     private: Annotated[bool, "With --push-to: make a new repository private."] = False
     revision: Annotated[str | None, "With --push-to: the branch; made if it is not there."] = None
@@ -59,9 +54,8 @@ def card(options: CardOptions) -> None:
     out = options.out
     push_to = options.push_to
     if push_to is None and (options.private or options.revision is not None):
-        raise CliError(
-            f"card: {'--private' if options.private else '--revision'} goes with --push-to"
-        )
+        option = "--private" if options.private else "--revision"
+        raise CliError(f"card: {option} goes with --push-to")
     if push_to is not None and out is not None:
         raise CliError("card: give --out or --push-to")
     from . import loading
@@ -87,22 +81,21 @@ def card(options: CardOptions) -> None:
             made = updated_card(folder, sources, **words)
         else:
             made = make_card(folder, sources, **words, repo_id=None if local else adapter)
-    if push_to is None and out is None:
-        say(f"wrote {put_card(folder, made)}")
-    elif push_to is not None:
+    if push_to is not None:
         with explained(f"repository {push_to}", access="write"):
-            private = options.private or None
             sent = push_folder(
                 folder,
                 push_to,
                 results=sources,
-                private=private,
+                private=options.private or None,
                 revision=options.revision,
                 card=words,
             )
         say(f"sent {adapter} to {sent.repo_url.repo_id}: {sent.commit_url}")
+    elif out is None:
+        say(f"wrote {put_card(folder, made)}")
     elif out == STDOUT:
         say_content(str(made), end="")
-    elif out is not None:
+    else:
         write_text(out, str(made))
         say(f"wrote {out}")

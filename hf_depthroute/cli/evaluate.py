@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,12 +57,9 @@ class EvalOptions(o.TextOptions, o.AdapterOptions):
         str | None, "Split to calibrate every budget on. Default: the adapter's own thresholds."
     ] = None
     calibration_blocks: Annotated[o.Count, "With --calibrate-on: blocks to calibrate on."] = 64
-    include_path: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="With --tasks: lm-eval task files of your own."),
-    ] = None
+    include_path: Annotated[o.Folder, "With --tasks: lm-eval task files of your own."] = None
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="With --tasks: shots. Default: the task's.")
+        int | None, typer.Option(min=0), "With --tasks: shots. Default: the task's."
     ] = None
     limit: Annotated[o.OptionalCount, "With --tasks: at most this many documents of each."] = None
     blocks: Annotated[o.Count, "At most this many blocks."] = 64
@@ -148,18 +144,14 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     routed = source.routed(source.base_model())
     source.check_fitted(routed, budgets)
-    how: dict[str, Any] = {
-        key: getattr(options, key) for key in ("include_path", "num_fewshot", "limit", "batch_size")
-    }
+    how = o.values_of(options, (*_OF_TASKS, "batch_size"))
     names = [name.strip() for name in str(options.tasks).split(",")]
     with refused(f"--tasks {options.tasks}: "), finite_logits(routed):
         runs = evaluate_tasks(routed, tokenizer, names, budgets, **how)
     from lm_eval.utils import handle_non_serializable
 
     figures = ("budget", "phases", "full_ratio", "seconds")
-    parts = {
-        run.name: {n: getattr(run, n) for n in figures} | {"lm_eval": run.results} for run in runs
-    }
+    parts = {run.name: o.values_of(run, figures) | {"lm_eval": run.results} for run in runs}
     content = json.loads(
         json.dumps(source.origin(routed) | {"runs": parts}, default=handle_non_serializable)
     )

@@ -25,7 +25,7 @@ class FitOptions(o.TextOptions, o.BaseOptions):
 
     model: Annotated[str, "Hub id or folder of the base model."]
     dataset: o.Dataset
-    out: Annotated[Path, typer.Option(help="Folder for the adapter.")]
+    out: Annotated[Path, "Folder for the adapter."]
     keep: Annotated[
         float,
         "Share, in (0, 1), of all calls of the target that run in full; of prompts, see --keep-of.",
@@ -68,9 +68,9 @@ class FitOptions(o.TextOptions, o.BaseOptions):
     rounds: Annotated[
         o.OptionalCount, "How often everything is fitted, by default 2; the best round is kept."
     ] = None
-    blocks: Annotated[int, typer.Option(min=2, help="Blocks of text to fit on.")] = 64
+    blocks: Annotated[int, typer.Option(min=2), "Blocks of text to fit on."] = 64
     split: Annotated[str, "Split to fit on."] = "train"
-    seed: Annotated[int, "Seed of the adapter."] = 0
+    seed: Annotated[o.Seed, "Seed of the adapter."] = 0
     overwrite: Annotated[bool, "Replace the adapter in --out; other files there stay."] = False
 
 
@@ -145,8 +145,7 @@ def fit(options: FitOptions) -> None:
 
 
 def _say_found(options: FitOptions, found: dict[str, Any], depth: int) -> None:
-    """Say what a fit found in a model of `depth` layers: each layer's share or option,
-    the losses, and the share that runs."""
+    """Say each layer's share or option in a model of `depth` layers, losses, and what runs."""
     from ..fitting.prompts import KEEP_OF
 
     prompts = options.phases == "prefill"

@@ -8,8 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..files.shown import say, say_content
 from . import options as o
 from .errors import CliError
@@ -29,12 +27,10 @@ class GenerateOptions(o.AdapterOptions):
     max_new_tokens: Annotated[o.Count, "Tokens to add at most."] = 64
     budget: o.Budget = None
     phases: o.Phases = None
-    sample: Annotated[
-        bool, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")
-    ] = False
+    sample: Annotated[bool, "--sample/--greedy", "Draw tokens, or take the likeliest."] = False
     temperature: Annotated[float, "With --sample."] = 1.0
     top_p: Annotated[float, "With --sample: keep the likeliest tokens of this total."] = 1.0
-    seed: Annotated[int, "With --sample."] = 0
+    seed: Annotated[o.Seed, "With --sample."] = 0
     full: Annotated[bool, "Disable the adapter: the dense base."] = False
     lossless: Annotated[
         bool, "The dense base's text: the routed model drafts it, the base checks the draft."
@@ -115,11 +111,8 @@ def generate(options: GenerateOptions) -> None:
     transformers.set_seed(options.seed)
     settings = _settings(options, tokenizer)
     if options.lossless:
-        draft = {
-            "budget": options.draft_budget,
-            "drop": dropped,
-            "num_tokens": options.draft_tokens or 5,
-        }
+        ahead = options.draft_tokens or 5
+        draft = {"budget": options.draft_budget, "drop": dropped, "num_tokens": ahead}
         ids, report = _lossless(routed, inputs, draft, settings)
     else:
         ids, report = _plain(routed, inputs, settings, None if options.full else source)
@@ -131,24 +124,20 @@ def _settings(options: GenerateOptions, tokenizer: Any) -> dict[str, Any]:
     """Arguments of `generate`."""
     from ..data.prompts import pad_id_of
 
-    settings: dict[str, Any] = {
+    settings: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
+    if options.sample:
+        settings = {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+    return settings | {
         "do_sample": options.sample,
-        "temperature": None,
-        "top_p": None,
-        "top_k": None,
         "max_new_tokens": options.max_new_tokens,
         "pad_token_id": pad_id_of(tokenizer),
     }
-    if options.sample:
-        settings |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
-    return settings
 
 
 def _plain(
     routed: Any, inputs: Any, settings: dict[str, Any], source: Source | None
 ) -> tuple[torch.Tensor, str]:
-    """Token ids `[1, T]` of the routed model, without `source` of the dense base,
-    and what to say about them."""
+    """Token ids `[1, T]`, of the dense base without `source`, and what to say about them."""
     import torch
 
     from ..inference.non_finite import finite_logits
@@ -162,17 +151,16 @@ def _plain(
     new = ids.shape[1] - length
     report = f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio "
     if source is None:
-        return ids, f"{report}{1:.3f}"
+        return ids, f"{report}1.000"
     share = _full_ratio(routed, ids, length)
     depth = source.base_config.num_hidden_layers
-    return ids, (
-        f"{report}{share:.3f} of the routed layers, {_of_all(source, share):.3f} of all {depth}"
-    )
+    layers = len(source.config.routed_layers(depth))
+    of_all = (share * layers + depth - layers) / depth
+    return ids, f"{report}{share:.3f} of the routed layers, {of_all:.3f} of all {depth}"
 
 
 def _full_ratio(routed: torch.nn.Module, ids: torch.Tensor, prompt: int) -> float:
-    """The share that ran full, seen in passes of its own: counting takes time,
-    which decoding is measured without."""
+    """The share that ran full, seen in passes of its own: counting would slow decoding."""
     from ..evaluation.served import read_generated
     from ..routing.trace import count_routes
 
@@ -182,13 +170,6 @@ def _full_ratio(routed: torch.nn.Module, ids: torch.Tensor, prompt: int) -> floa
             pass
     shares = counter.full_ratio().values()
     return sum(shares) / len(shares)
-
-
-def _of_all(source: Source, share: float) -> float:
-    """The share of all layers that ran in full, from that of the layers that a trace shows."""
-    depth = source.base_config.num_hidden_layers
-    routed = len(source.config.routed_layers(depth))
-    return (share * routed + depth - routed) / depth
 
 
 def _check_options(options: GenerateOptions) -> None:

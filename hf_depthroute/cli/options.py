@@ -16,14 +16,12 @@ import typer
 from ..config.fields import MAX_SEED
 from ..files.remote_code import trust_remote_code
 from ..files.strict_yaml import YamlError, read_mapping
-from ..files.suggestions import closest
+from ..files.suggestions import did_you_mean
 from .errors import CliError, refused, usage_message
 
 # Fields whose option has another name.
 _OTHER_NAMES = {"gate_temperature": "temperature", "learning_rate": "lr"}
 _TAKEN = "hf_depthroute.cli option in the place of ADAPTER"
-# Of fields that several commands have and whose annotation says no range.
-_RANGES = {"seed": (0, MAX_SEED)}
 _NOT_IN_YAML = ("config", "help", "debug")
 
 
@@ -41,10 +39,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in options:
-            hint = f"see {context.command_path} --help for the options"
-            if close := closest(name, options):
-                hint = f"did you mean {close!r}?"
-            raise CliError(f"{path}: unknown key {key!r}; {hint}")
+            see = f"; see {context.command_path} --help for the options"
+            raise CliError(f"{path}: unknown key {key!r}{did_you_mean(name, options) or see}")
         if value is None:
             continue
         option = options[name]
@@ -83,9 +79,10 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     """A command for typer from a function of one dataclass: each of its fields is an option.
 
     A class's own fields come before those of its bases. Name, type and default are the field's; its
-    help is the text in `Annotated[TYPE, "text"]` or in its metadata; `Annotated[TYPE,
-    typer.Option(...)]`, such as `Count`, says more, with or without a text. What is neither text
-    nor a number nor true or false is given as text. A flag that is off by default has no negation.
+    help is the text in `Annotated[TYPE, "text"]` or in its metadata. There, a string that begins
+    with -- is the option's name, and `typer.Option(...)`, as of `Count`, says more. What is neither
+    text nor a number, a path, true or false is given as text. A flag that is off by default has no
+    negation.
     """
     (owner,) = (kind for name, kind in get_type_hints(function).items() if name != "return")
     kinds = get_type_hints(owner, include_extras=True)
@@ -114,25 +111,27 @@ def _annotation(field: Field[object], kind: Any) -> Any:
     text = field.metadata.get("help")
     if kind is typer.Context:
         return kind
+    words = []
     option = None
     if get_origin(kind) is Annotated:
         kind, *parts = get_args(kind)
         for part in parts:
-            if isinstance(part, str):
-                text = part
-            else:
+            if not isinstance(part, str):
                 option = copy.copy(part)
+            elif part.startswith("--"):
+                words.append(part)
+            else:
+                text = part
     if option is not None:
         option.help = text or option.help
+        option.param_decls = words or option.param_decls
         return Annotated[kind, option]
     types = set(get_args(kind) or (kind,)) - {type(None)}
-    if len(types) > 1 or not types <= {str, int, float, bool}:
+    if len(types) > 1 or not types <= {str, int, float, bool, Path}:
         kind = str | None
-    words = []
-    if kind is not bool or field.default is False:
+    if not words and (kind is not bool or field.default is False):
         words = [f"--{option_name(field.name)}"]
-    low, high = _RANGES.get(field.name, (None, None))
-    return Annotated[kind, typer.Option(*words, help=text, min=low, max=high)]
+    return Annotated[kind, typer.Option(*words, help=text)]
 
 
 def key_of(field: str) -> str:
@@ -141,7 +140,6 @@ def key_of(field: str) -> str:
 
 
 def values_of(options: object, names: Iterable[str]) -> dict[str, Any]:
-    """The options of these names."""
     return {name: getattr(options, name) for name in names}
 
 
@@ -159,15 +157,13 @@ def given(context: typer.Context) -> set[str]:
 
 
 def _word(context: typer.Context, option: Any) -> str:
-    """The word of an option on the command line, of a flag the one that gives it the value it has:
-    `"--no-speed"`."""
+    """The word of an option; of a flag, the one for the value it has: `"--no-speed"`."""
     off = context.params.get(option.name) is False
     return str(((off and option.secondary_opts) or option.opts)[0])
 
 
 def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list[str]:
-    """The command line that repeats this call without its YAML file:
-    every option that is not at its default."""
+    """The command line that repeats this call without its YAML file."""
     words = ["hf-depthroute", str(context.info_name)]
     set_here = given(context)
     for parameter in context.command.params:
@@ -239,8 +235,7 @@ def parse_names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, 
 
 
 def passed_on(context: typer.Context) -> list[str]:
-    """The words that a command did not know, for the program it starts. With `--adapter`,
-    ADAPTER took the first."""
+    """Words that a command did not know; with `--adapter`, ADAPTER took the first of them."""
     return [*context.meta.get(_TAKEN, ()), *context.args]
 
 
@@ -285,9 +280,12 @@ def _trust_remote_code(context: typer.Context, given: bool) -> bool:
     return given
 
 
+File = Annotated[Path | None, typer.Option(metavar="FILE")]
+Folder = Annotated[Path | None, typer.Option(metavar="FOLDER")]
 Count = Annotated[int, typer.Option(min=1)]
 OptionalCount = Annotated[int | None, typer.Option(min=1)]
 WholeNumber = Annotated[int, typer.Option(min=0)]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED)]
 _ADAPTER = "Hub id or folder of the adapter."
 Adapter = Annotated[
     str, typer.Argument(metavar="ADAPTER", show_default=False, callback=_one, help=_ADAPTER)
@@ -343,16 +341,14 @@ Phases = Annotated[
 ]
 ChatTemplate = Annotated[
     bool,
-    typer.Option(
-        "--chat-template/--no-chat-template",
-        help="Put the prompt into the tokenizer's chat template, if any.",
-    ),
+    "--chat-template/--no-chat-template",
+    "Put the prompt into the tokenizer's chat template, if any.",
 ]
 
 
 @dataclass(kw_only=True)
 class CommandOptions:
-    """Options of all commands that take a YAML file or refuse an option without effect."""
+    """Options of all commands, and the context that says which of them were given."""
 
     context: typer.Context
     debug: Debug = False
@@ -373,9 +369,8 @@ class BaseOptions(CommandOptions):
 
     gguf_file: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="The base is this GGUF file in --model. Default: the adapter's."
-        ),
+        typer.Option(metavar="NAME"),
+        "The base is this GGUF file in --model. Default: the adapter's.",
     ] = None
     dtype: Annotated[str, "auto (as stored), float32, bfloat16 or float16."] = "auto"
     config: ConfigFile = None
@@ -403,8 +398,7 @@ class TextOptions:
     ] = None
     column: Annotated[str, "Column that holds the text."] = "text"
     streaming: Annotated[
-        bool,
-        typer.Option("--streaming/--no-streaming", help="Read the dataset without downloading it."),
+        bool, "--streaming/--no-streaming", "Read the dataset without downloading it."
     ] = False
     batch_size: Annotated[Count, "Blocks in a batch."] = 8
-    length: Annotated[int, typer.Option(min=2, help="Tokens in a block.")] = 256
+    length: Annotated[int, typer.Option(min=2), "Tokens in a block."] = 256

@@ -19,9 +19,7 @@ class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions
     """All options of `train`: its own, and those of text, base, adapter and losses."""
 
     dataset: o.Dataset
-    out: Annotated[
-        Path, typer.Option(help="Folder for the adapter; its files are made when training is done.")
-    ]
+    out: Annotated[Path, "Folder for the adapter; its files are made when training is done."]
     model: Annotated[str | None, "Hub id or folder of the base model; with ADAPTER, its own."] = (
         None
     )
@@ -48,23 +46,20 @@ class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions
     validation_blocks: Annotated[o.Count, "Blocks to evaluate on, at most."] = 64
     hold_out: Annotated[
         float,
-        typer.Option(
-            min=0.0,
-            max=0.9,
-            help="Share of the text to evaluate on where neither is given; 0 for none.",
-        ),
+        typer.Option(min=0.0, max=0.9),
+        "Share of the text to evaluate on where neither is given; 0 for none.",
     ] = 0.05
     steps: Annotated[o.Count, "Optimizer steps."] = 1000
     accumulate: Annotated[o.Count, "Batches per optimizer step."] = 1
     lr: Annotated[float, "Peak learning rate; cosine to 1 % of it."] = 2e-4
     warmup_steps: Annotated[
-        int | None, typer.Option(min=0, help="Warm-up steps. Default: 5 % of --steps.")
+        int | None, typer.Option(min=0), "Warm-up steps. Default: 5 % of --steps."
     ] = None
     calibration_blocks: Annotated[
         o.Count, "Training blocks that set the thresholds, and that --init fit fits to."
     ] = 64
     dtype: Annotated[str, "float32, or bfloat16 (frozen base and autocast)."] = "float32"
-    seed: Annotated[int, "Seed of the adapter and of the data order."] = 0
+    seed: Annotated[o.Seed, "Seed of the adapter and of the data order."] = 0
     logging_steps: Annotated[o.Count, "Steps between log lines."] = 50
     report_to: Annotated[
         str,
