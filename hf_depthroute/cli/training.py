@@ -3,23 +3,22 @@ train and save it."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..adapter.tuner import get_depth_routed_model
 from ..card.facts import read_training
-from ..config.adapter import DepthRouteConfig
-from ..config.fields import PATTERNS, RoutingFields
 from ..evaluation import BudgetRow, evaluate_budgets
 from ..evaluation.cost import route_cost
 from ..files.shown import say
@@ -27,7 +26,6 @@ from ..files.versions import versions
 from ..fitting.router import config_to_fit, fit_router
 from ..fitting.text import FitWarning
 from ..inference import calibration
-from ..training.arguments import RoutingArguments
 from ..training.presets import find_preset
 from ..training.prompts import collate_behind_prompts
 from ..training.record import record_of, remember_training, trainable_parameters
@@ -38,17 +36,18 @@ from .errors import OTHER, CliError, refused
 from .output import check_space, made, noted
 from .resuming import ARGUMENTS, check_same_run, checkpoint_to_resume
 from .saving import bytes_needed, save_adapter
-from .unused import refuse_unused
+from .train_settings import (
+    ARGUMENT_ERRORS,
+    left_to_preset,
+    new_or_saved_config,
+    refuse_unused,
+    training_arguments,
+)
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedTokenizerBase
-
     from .train import TrainOptions
 
 _BUDGET_BLOCKS = 16  # that the thresholds of budgets other than the adapter's are found on
-# A Trainer's, such as an integration not installed.
-_ARGUMENT_ERRORS = (ValueError, ImportError, RuntimeError)
 _FOUND_BY_FIT = ("layers", "static_layers", "budget")  # what a fit finds of a configuration
 
 
@@ -118,15 +117,15 @@ def _prepared(options: TrainOptions) -> Run:
     training_values: dict[str, Any] = {}
     if options.preset is not None:
         row = find_preset(options.preset)
-        adapter_values = _left_to_preset(row.adapter, given)
-        training_values = _left_to_preset(row.training, given)
+        adapter_values = left_to_preset(row.adapter, given)
+        training_values = left_to_preset(row.training, given)
     if options.init not in ("random", "fit"):
         raise CliError(f"--init {options.init}: use random or fit")
-    config = _new_or_saved_config(options, given, adapter_values)
+    config = new_or_saved_config(options, given, adapter_values)
     loading.check_dtype(options.dtype, ("float32", "bfloat16"))
     if not 0 < options.lr < float("inf"):
         raise CliError(f"--lr {options.lr}: must be a finite number above 0")
-    arguments = _training_arguments(options, training_values)
+    arguments = training_arguments(options, training_values)
     refuse_unused(options, config, arguments)
     source = loading.source_of(options, config)
     depth = source.base_config.num_hidden_layers
@@ -146,110 +145,9 @@ def _prepared(options: TrainOptions) -> Run:
     return Run(options, preset, source, arguments, tokenizer, *text, started=time.monotonic())
 
 
-def _left_to_preset(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
-    """A preset's values of the fields that no option gives."""
-    return {
-        field: copy.deepcopy(value)
-        for field, value in values.items()
-        if not given & {field, o.key_of(field)}
-    }
-
-
-def _new_or_saved_config(
-    options: TrainOptions, given: set[str], preset: Mapping[str, object]
-) -> DepthRouteConfig:
-    """The configuration that the options and the preset describe,
-    or that of the adapter that ADAPTER names."""
-    adapter = options.adapter
-    names = [field.name for field in fields(RoutingFields)]
-    if adapter is None:
-        if options.model is None:
-            raise CliError("Missing option '--model' (see hf-depthroute train --help)")
-        values = o.values_of(options, names)
-        for name, read in _READ.items():
-            if values[name] is not None:
-                values[name] = read(values[name])
-        if options.init == "fit":
-            values["budget_scope"] = "global"
-        return DepthRouteConfig(**{**values, **preset, "seed": options.seed})
-    fixed = sorted(o.option_name(name) for name in given & {"init", "preset", *names} - {"seed"})
-    if fixed:
-        listed = ", ".join(f"--{name}" for name in fixed)
-        raise CliError(f"{listed}: defines a new adapter; with --adapter it is what {adapter} says")
-    return loading.load_adapter_config(adapter)
-
-
-def _dropped(text: str) -> list[list[int]]:
-    """`"0,3/1,2"` -> `[[0, 3], [1, 2]]`; an empty part drops nothing in its layer."""
-    try:
-        lists = [part.split(",") for part in text.split("/")]
-        return [[int(number) for number in numbers if number.strip()] for numbers in lists]
-    except ValueError as error:
-        raise CliError(
-            f"--dropped-experts {text!r}: write whole numbers, such as 0,3/1,2"
-        ) from error
-
-
-def _threshold(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text  # the configuration knows which words it takes
-
-
-_READ: dict[str, Callable[[str], object]] = {  # fields that are given as text
-    "layers": o.parse_layers,
-    "static_layers": o.parse_layers,
-    **dict.fromkeys(PATTERNS, o.parse_pattern),
-    "threshold": _threshold,
-    "dropped_experts": _dropped,
-    "modules_to_save": lambda text: [name.strip() for name in text.split(",")],
-}
-
-
-def _training_arguments(
-    options: TrainOptions, preset: dict[str, Any]
-) -> DepthRouteTrainingArguments:
-    """The Trainer's arguments; `CliError` where it cannot use them,
-    `ConfigError` for a loss weight out of range."""
-    warmup = options.warmup_steps
-    if warmup is None:
-        warmup = options.steps // 20
-    values = {
-        "output_dir": str(options.out),
-        "learning_rate": options.lr,
-        "max_steps": options.steps,
-        "warmup_steps": warmup,
-        "per_device_train_batch_size": options.batch_size,
-        "gradient_accumulation_steps": options.accumulate,
-        "seed": options.seed,
-        "bf16": options.dtype == "bfloat16",
-        "use_cpu": not torch.cuda.is_available(),
-        "logging_steps": options.logging_steps,
-        "report_to": [name.strip() for name in options.report_to.split(",")],
-        "save_strategy": "steps" if 0 < options.save_steps < options.steps else "no",
-        "save_steps": max(1, options.save_steps),
-        "save_total_limit": 2,
-        **o.values_of(options, (field.name for field in fields(RoutingArguments))),
-    }
-    with refused("training arguments: ", _ARGUMENT_ERRORS):
-        arguments = DepthRouteTrainingArguments(**values | preset)
-        integrations = transformers.integrations.get_reporting_integration_callbacks
-        for integration in integrations(arguments.report_to):
-            integration()  # says whether its package is installed
-    return arguments
-
-
 def hold_out(packed: Any, share: float, most: int) -> tuple[Any, Any]:
-    """`(blocks to train on, blocks to evaluate on)`: the last `share` of a dataset,
-    the first ones of a stream.
-
-    Args:
-        packed: From `pack`.
-        share: In [0, 1). At least one block is held out if there are two; with 0 none is, and the
-            second is None.
-        most: No more blocks than that.
-    """
+    """`(blocks to train on, blocks to evaluate on)`: the last `share` of a dataset, the first ones
+    of a stream, at most `most`; of two blocks at least one, with a share of 0 None."""
     whole = hasattr(packed, "__len__")
     if whole:
         length = len(packed)
@@ -341,7 +239,7 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
     what the Trainer logged."""
     # Checkpoints are saved with it.
     remember_training(model, record_of(model) | {ARGUMENTS: _arguments_of(run)})
-    with refused("training arguments: ", _ARGUMENT_ERRORS):
+    with refused("training arguments: ", ARGUMENT_ERRORS):
         collator: Callable[[list[Any]], dict[str, Any]] = transformers.default_data_collator
         if model.active_peft_config.phases == "prefill":
             collator = collate_behind_prompts
