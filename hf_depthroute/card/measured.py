@@ -24,10 +24,7 @@ OF_OTHER_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError, Ov
 
 
 class ResultError(OneLine, ValueError):
-    """A result that a card is to show cannot be read, or is of another adapter.
-
-    The message is one line.
-    """
+    """A result that a card is to show cannot be read, or is of another adapter."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +102,7 @@ def read_results(
         else:
             name = f"result {number}"
             content = _plain(source)
-        measured = content.get("weights_hash")
-        if measured is not None and weights_hash is not None and measured != weights_hash:
-            raise ResultError(
-                f"{name}: was measured with other weights than this adapter's; measure it again"
-            )
-        if content.get("base_mismatch"):
-            raise ResultError(
-                f"{name}: was measured on another base than this adapter's; measure it on its own"
-            )
+        check_origin(name, content, weights_hash)
         try:
             if "rows" in content:
                 results.losses.append(read_losses(content))
@@ -132,6 +121,20 @@ def read_results(
                 f"{name}: not a result of eval or bench ({error!r} is wrong)"[:300]
             ) from error
     return results
+
+
+def check_origin(
+    name: str, content: Mapping[str, object], weights_hash: str | None, any_base: bool = False
+) -> None:
+    """`ResultError` where a result says that it is of other weights, or on another base."""
+    if weights_hash is not None and content.get("weights_hash") not in (None, weights_hash):
+        raise ResultError(
+            f"{name}: was measured with other weights than this adapter's; measure it again"
+        )
+    if content.get("base_mismatch") and not any_base:
+        raise ResultError(
+            f"{name}: was measured on another base than this adapter's; measure it on its own"
+        )
 
 
 def read_losses(content: Mapping[str, Any]) -> Losses:

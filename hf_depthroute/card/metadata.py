@@ -17,7 +17,6 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from ..config.adapter import TASKS
 from ..data.text import PYTHON_STDLIB, is_local_file
-from ..evaluation.perplexity import BudgetRow
 from .escaping import clean, clean_or_none, hub_id
 from .facts import Facts
 from .measured import Losses, Results, Score
@@ -87,7 +86,8 @@ def _losses(measured: Sequence[Losses]) -> list[EvalResult]:
             dataset_config=clean_or_none(losses.config),
             dataset_split=clean_or_none(losses.split),
             metric_type="loss",
-            metric_name="Loss, nats per token" + _loss_condition(row),
+            metric_name="Loss, nats per token"
+            + _condition(None if row.rule == "fixed" else row.budget),
             metric_value=round(row.loss, 4),
         )
         for losses in measured
@@ -103,7 +103,7 @@ def _scores(measured: Sequence[Score]) -> list[EvalResult]:
             dataset_type=clean(score.dataset or score.task),
             dataset_name=clean(score.task),
             metric_type=clean(score.metric),
-            metric_name=clean(score.metric + _condition(score)),
+            metric_name=clean(score.metric + _condition(score.budget, score.phases)),
             metric_value=round(score.value, 4),
         )
         for score in measured
@@ -111,18 +111,12 @@ def _scores(measured: Sequence[Score]) -> list[EvalResult]:
     ]
 
 
-def _loss_condition(row: BudgetRow) -> str:
-    if row.rule == "fixed":
-        return ""
-    return f" (budget {row.budget:g})"
-
-
-def _condition(score: Score) -> str:
+def _condition(budget: float | None, phases: str | None = None) -> str:
     parts = []
-    if score.budget is not None:
-        parts.append(f"budget {score.budget:g}")
-    if score.phases is not None:
-        parts.append(f"phases {score.phases}")
+    if budget is not None:
+        parts.append(f"budget {budget:g}")
+    if phases is not None:
+        parts.append(f"phases {phases}")
     if parts:
         return f" ({', '.join(parts)})"
     return ""

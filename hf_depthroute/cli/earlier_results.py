@@ -4,11 +4,16 @@ refused in one line."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from . import options as o
 from .errors import CliError, refused
+
+if TYPE_CHECKING:
+    from ..config.adapter import DepthRouteConfig
+    from .report import ReportOptions
 
 _TIMES = (
     "routed_ms",
@@ -38,7 +43,7 @@ def read_losses(path: Path) -> dict[str, Any]:
     return result
 
 
-def read_bench(path: Path) -> dict[str, object]:
+def read_bench(path: Path) -> dict[str, Any]:
     """The results that `bench --out` wrote for a single prefill or decode."""
     from ..bench.measurements import read_result
 
@@ -66,15 +71,67 @@ def read_bench(path: Path) -> dict[str, object]:
     return result
 
 
-def check_origin(
-    source: str, result: Mapping[str, object], weights_hash: str | None, any_base: bool
+def wanted_budgets(given: ReportOptions, rows: list[dict[str, Any]] | None) -> list[float]:
+    """The budgets of the page, ascending: those of `--budgets`, by default all of the rows."""
+    if rows is None:
+        return sorted(set(o.parse_budgets(given.budgets or "0.25,0.5,0.75")))
+    known = sorted({row["budget"] for row in rows if row["rule"] == "threshold"})
+    if given.budgets is None:
+        return known
+    budgets = sorted(set(o.parse_budgets(given.budgets)))
+    missing = [budget for budget in budgets if budget not in known]
+    if missing:
+        raise CliError(f"--eval {given.eval_file}: has no row of budget {missing[0]:g}")
+    return budgets
+
+
+def check_losses(
+    given: ReportOptions, config: DepthRouteConfig, result: dict[str, Any], budgets: list[float]
 ) -> None:
-    """Refuse a result that says it is of other weights, or on another base."""
-    if weights_hash is not None and result.get("weights_hash") not in (None, weights_hash):
+    """Refuse losses of another adapter, or of other tokens than this one's. There must be one dense
+    row and one of the inference rule per budget, all with a loss that is a number."""
+    from ..card.measured import ResultError, check_origin
+
+    source = f"--eval {given.eval_file}"
+    with refused("", ResultError):
+        check_origin(source, result, config.weights_hash, given.allow_base_mismatch)
+    rows = result["rows"]
+    behind = config.phases == "prefill"
+    if rows and bool(rows[0].get("behind_prompts")) != behind:
+        counted = "whole texts"
+        if behind:
+            counted = "the text behind prompts, which alone are routed"
+        raise CliError(f"{source}: its losses are not of {counted}; measure them again")
+    rule = "threshold" if config.takes_budget() else "fixed"
+    if not budgets:
+        raise CliError(f"{source}: has no row of the threshold rule")
+    for budget in budgets:
+        if not any(row["rule"] == rule and row["budget"] == budget for row in rows):
+            raise CliError(f"{source}: no {rule} row of budget {budget:g}")
+    if not any(row["rule"] == "dense" for row in rows):
+        raise CliError(f"{source}: no dense row")
+    for row in rows:
+        if not math.isfinite(row["loss"]):
+            loss = f"{row['rule']} loss is {row['loss']}"
+            raise CliError(f"{source}: the {loss}; there is nothing to draw")
+
+
+def check_times(
+    given: ReportOptions, config: DepthRouteConfig, result: dict[str, Any], budgets: list[float]
+) -> None:
+    """Refuse times of another adapter, or of none of the budgets."""
+    from ..card.measured import ResultError, check_origin
+
+    source = f"--bench {given.bench_file}"
+    with refused("", ResultError):
+        check_origin(source, result, config.weights_hash, given.allow_base_mismatch)
+    below = [budget for budget in budgets if budget < 1]
+    measured = {
+        name for part in ("prefill", "decode") for name in result.get(part, {}).get("budgets", ())
+    }
+    if config.takes_budget() and below and measured.isdisjoint(map(str, below)):
+        listed = ",".join(f"{budget:g}" for budget in below)
         raise CliError(
-            f"{source}: was measured with other weights than this adapter's; measure it again"
-        )
-    if result.get("base_mismatch") and not any_base:
-        raise CliError(
-            f"{source}: was measured on another base than this adapter's; measure it on its own"
+            f"{source}: has times of none of the budgets {listed}; measure them with bench "
+            f"--budgets {listed}"
         )

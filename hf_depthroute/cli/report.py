@@ -13,7 +13,7 @@ import typer
 
 from ..files.shown import say
 from . import options as o
-from .earlier_results import check_origin, read_bench, read_losses
+from .earlier_results import check_losses, check_times, read_bench, read_losses, wanted_budgets
 from .errors import CliError
 from .output import short_name, write_text
 
@@ -45,27 +45,14 @@ class ReportOptions(o.TextOptions, o.AdapterOptions):
     samples: Annotated[o.Count, "Blocks of the text in the token view."] = 3
     prompt: Annotated[str | None, "Show how this text is continued, too."] = None
     max_new_tokens: Annotated[o.Count, "With --prompt: tokens to add."] = 64
-    eval_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--eval", metavar="FILE", help="Losses from eval --out, instead of taking them."
-        ),
-    ] = None
-    bench_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--bench", metavar="FILE", help="Times from bench --out, instead of taking them."
-        ),
-    ] = None
-    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True
+    eval_file: Annotated[o.File, "--eval", "Losses from eval --out, instead of taking them."] = None
+    bench_file: Annotated[o.File, "--bench", "Times from bench --out, instead of taking them."] = (
+        None
+    )
+    speed: Annotated[bool, "--speed/--no-speed", "Measure the speed."] = True
     repeats: Annotated[o.Count, "Rounds of the speed; medians are reported."] = 15
     title: Annotated[str | None, "Of the page. Default: the adapter's name."] = None
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Where to write: a folder or a .html. Default: ADAPTER/report."
-        ),
-    ] = None
+    out: Annotated[o.Folder, "Where to write: a folder or a .html. Default: ADAPTER/report."] = None
 
 
 @o.command
@@ -92,16 +79,20 @@ def report(options: ReportOptions) -> None:
 
 
 def _report_adapter(given: ReportOptions) -> Path:
-    """Measure, and write the page; its path. What can be refused is refused before the
-    weights are loaded."""
+    """Write the page; its path. What can be refused is refused before the weights load."""
     path = _page_path(given)
     known = read_losses(given.eval_file) if given.eval_file else {}
     timed = read_bench(given.bench_file) if given.bench_file else {}
-    wanted = _wanted_budgets(given, known.get("rows"))
+    wanted = wanted_budgets(given, known.get("rows"))
     from . import loading
 
     source = loading.find_source(given)
-    _check_results(given, source.config, known, timed, wanted)
+    follows = source.config.takes_budget()
+    budgets = wanted if follows else [float(source.config.budget)]
+    if known:
+        check_losses(given, source.config, known, budgets)
+    if timed:
+        check_times(given, source.config, timed, wanted)
     loading.check_length(given.length, source.base_config)
     tokenizer = source.tokenizer()
     batches = source.batches(tokenizer, given.split, given.blocks)
@@ -119,10 +110,7 @@ def _report_adapter(given: ReportOptions) -> Path:
     untouched = dense_view(base)
     routed = source.routed(base)
     source.check_fitted(routed, wanted)
-    follows = source.config.takes_budget()
-    budgets = wanted if follows else [float(source.config.budget)]
     rows = known["rows"] if known else _measure_losses(routed, budgets, batches)
-    _check_rows(given, rows, budgets, follows)
     notes = []
     if source.config.phases == "prefill":
         notes = [f"{BEHIND_PROMPTS[0].upper()}{BEHIND_PROMPTS[1:]}."]
@@ -155,44 +143,8 @@ def _report_adapter(given: ReportOptions) -> Path:
     return path
 
 
-def _check_results(
-    given: ReportOptions,
-    config: DepthRouteConfig,
-    losses: dict[str, Any],
-    timed: dict[str, Any],
-    budgets: list[float],
-) -> None:
-    """Refuse results of another adapter, losses of other tokens than the adapter's, and times of
-    none of the budgets."""
-    files = (f"--eval {given.eval_file}", losses), (f"--bench {given.bench_file}", timed)
-    for what, result in files:
-        check_origin(what, result, config.weights_hash, given.allow_base_mismatch)
-    behind = config.phases == "prefill"
-    rows = losses.get("rows")
-    if rows and bool(rows[0].get("behind_prompts")) != behind:
-        counted = "whole texts"
-        if behind:
-            counted = "the text behind prompts, which alone are routed"
-        raise CliError(
-            f"--eval {given.eval_file}: its losses are not of {counted}; measure them again"
-        )
-    below = [budget for budget in budgets if budget < 1]
-    measured = {
-        name
-        for part in ("prefill", "decode")
-        for name in timed.get(part, {"budgets": {}})["budgets"]
-    }
-    if timed and config.takes_budget() and below and measured.isdisjoint(map(str, below)):
-        listed = ",".join(f"{budget:g}" for budget in below)
-        raise CliError(
-            f"--bench {given.bench_file}: has times of none of the budgets {listed}; measure them "
-            f"with bench --budgets {listed}"
-        )
-
-
 def _page_path(given: ReportOptions) -> Path:
-    """Where the page goes: `--out page.html`, `--out FOLDER`,
-    or the adapter's own folder if it has one here."""
+    """Where the page goes: into `--out`, or a folder `report` of the adapter's, or here."""
     if given.out is not None and given.out.suffix.lower() in (".html", ".htm"):
         if given.out.is_dir():
             raise CliError(f"--out {given.out}: is a folder, not a file")
@@ -202,38 +154,6 @@ def _page_path(given: ReportOptions) -> Path:
     if folder.exists() and not folder.is_dir():
         raise CliError(f"--out {folder}: is a file, not a folder; name a folder or a .html file")
     return folder / "report.html"
-
-
-def _wanted_budgets(given: ReportOptions, rows: list[dict[str, Any]] | None) -> list[float]:
-    if rows is None:
-        return sorted(set(o.parse_budgets(given.budgets or "0.25,0.5,0.75")))
-    known = sorted({float(row["budget"]) for row in rows if row["rule"] == "threshold"})
-    if given.budgets is None:
-        return known
-    budgets = sorted(set(o.parse_budgets(given.budgets)))
-    missing = [budget for budget in budgets if budget not in known]
-    if missing:
-        raise CliError(f"--eval {given.eval_file}: has no row of budget {missing[0]:g}")
-    return budgets
-
-
-def _check_rows(
-    given: ReportOptions, rows: list[dict[str, Any]], budgets: list[float], follows: bool
-) -> None:
-    """One dense row, and one of the inference rule per budget, all with a loss that is a number."""
-    rule = "threshold" if follows else "fixed"
-    if not budgets:
-        raise CliError(f"--eval {given.eval_file}: has no row of the threshold rule")
-    source = f"--eval {given.eval_file}" if given.eval_file else f"adapter {given.adapter}"
-    for budget in budgets:
-        if not any(row["rule"] == rule and row["budget"] == budget for row in rows):
-            raise CliError(f"{source}: no {rule} row of budget {budget:g}")
-    if not any(row["rule"] == "dense" for row in rows):
-        raise CliError(f"{source}: no dense row")
-    broken = [row for row in rows if not math.isfinite(row["loss"])]
-    if broken:
-        loss = f"{broken[0]['rule']} loss is {broken[0]['loss']}"
-        raise CliError(f"{source}: the {loss}; there is nothing to draw")
 
 
 def _samples(

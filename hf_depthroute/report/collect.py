@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data.batches import INPUTS, prompts_of
+from ..data.batches import model_inputs, prompts_of
 from ..data.prompts import pad_id_of
 from ..evaluation.cost import route_cost
 from ..evaluation.served import as_base, read_behind_prompts, read_generated
@@ -148,13 +148,17 @@ class Sample:
 def collect_scores(
     model: torch.nn.Module, batches: Sequence[Mapping[str, torch.Tensor]], budgets: Sequence[float]
 ) -> list[dict[int, LayerScores]]:
-    """Scores and decisions of every routed layer over `batches` of `INPUTS`, each `[B, T]`, per
+    """Scores and decisions of every routed layer over `batches`, as `model_inputs` takes them, per
     budget, by the causal rule. The model, a `PeftModel` in eval mode, is left as it was."""
     found = []
     with restored(model):
         for budget in budgets:
             _set_budget(model, budget)
-            traces = [_recorded(model, batch) for batch in batches]
+            traces = []
+            for inputs in model_inputs(model, batches):
+                with record_routes(model) as trace:
+                    model(**inputs, use_cache=False)
+                traces.append(trace)
             found.append({i: _joined([trace[i] for trace in traces]) for i in traces[0]})
     edges = {index: _edges(torch.cat([layers[index][1] for layers in found])) for index in found[0]}
     gated = traces[0].gated()
@@ -268,14 +272,6 @@ def _decided(
             traces.append(RouteTrace(trace))
             logits.append(out.logits)
     return RouteTrace.cat(traces), torch.cat(logits, dim=1)
-
-
-def _recorded(model: Any, batch: Mapping[str, torch.Tensor]) -> RouteTrace:
-    """The decisions of one forward pass."""
-    inputs = {name: batch[name].to(model.device) for name in INPUTS if name in batch}
-    with record_routes(model) as trace:
-        model(**inputs, use_cache=False)
-    return trace
 
 
 def _set_budget(model: torch.nn.Module, budget: float) -> None:
