@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import EntryNotFoundError
+
 from ..adapter.files import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError
 from ..files.hub import explained
 from ..files.untrusted import RefusedFileError, place_of
@@ -57,9 +60,6 @@ def push_folder(
             line.
         AdapterMismatchError: A file is a link out of the folder, or as `write_card`.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import EntryNotFoundError
-
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory() as staging:
         stage = Path(staging)

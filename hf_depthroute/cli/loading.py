@@ -10,36 +10,46 @@ import contextlib
 import itertools
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import huggingface_hub
+import peft
+import safetensors
+import torch
+import transformers
+from huggingface_hub.errors import HFValidationError
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import registration as registration
+from ..adapter.base_check import BaseDiffersWarning, allow_base_mismatch, check_base
+from ..adapter.files import AdapterMismatchError
+from ..base.families import UnsupportedModelError, row_of, text_config
+from ..base.gguf import load_dequantised
+from ..config.adapter import ConfigError, DepthRouteConfig, check_budget, check_phases
+from ..data.text import load_text, pack
+from ..files.hub import HubError, causes, explain
+from ..files.out_of_resources import disk_full, out_of_memory
 from ..files.remote_code import code_repositories, refused_code, trusts_remote_code
 from ..files.shown import reason, say
+from ..inference.calibration import is_calibrated
+from ..inference.phases import set_phases
 from .errors import ADAPTER, USAGE, CliError, refused
 from .gguf import find_gguf_file
-
-if TYPE_CHECKING:
-    import torch
-    from peft import PeftConfig, PeftModel
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..config.adapter import DepthRouteConfig
-    from .options import AdapterOptions
+from .options import AdapterOptions
+from .output import noted
 
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig:
-    """The base model's configuration; small, and enough to refuse an unsupported model before
-    its weights load."""
-    import transformers
-
-    from ..base.families import UnsupportedModelError, row_of, text_config
+    """The base's configuration, enough to refuse an unsupported model before its weights load."""
 
     if (Path(model) / "adapter_config.json").is_file():
         raise CliError(f"model {model}: is an adapter, not a model; pass it as --adapter")
@@ -68,9 +78,7 @@ def _gguf_keyword(gguf_file: str | None) -> dict[str, Any]:
 
 
 def load_adapter_config(adapter: str) -> DepthRouteConfig:
-    """The adapter's configuration; `CliError` where there is none, it is broken,
-    or of another PEFT method."""
-    from ..config.adapter import DepthRouteConfig
+    """The adapter's configuration; `CliError` if it is missing, broken, or another method's."""
 
     folder = Path(adapter)
     for name in ADAPTER_FILES if folder.is_dir() else ():
@@ -88,7 +96,6 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
 
 def read_peft_config(adapter: str) -> PeftConfig:
     """The configuration of an adapter of any PEFT method; `CliError` where there is none."""
-    import peft
 
     with explained(f"adapter {adapter}", adapter, code=ADAPTER):
         try:
@@ -104,9 +111,7 @@ def read_peft_config(adapter: str) -> PeftConfig:
 def find_base(
     adapter: str, config: DepthRouteConfig, model: str | None, gguf_file: str | None = None
 ) -> tuple[str, object, str | None]:
-    """The place of the base model, `--model` or the adapter's own; its configuration;
-    its GGUF file, if it is one."""
-    from ..files.hub import HubError
+    """The base (`--model` or the adapter's own), its configuration, and its GGUF file, if any."""
 
     base = model or config.base_model_name_or_path
     if not base:
@@ -130,9 +135,7 @@ def changed_fields(
     phases: str | None = None,
     option: str = "--budget",
 ) -> dict[str, Any]:
-    """The fields of the configuration that `--budget` and `--phases` change;
-    `ConfigError` if they cannot."""
-    from ..config.adapter import check_budget, check_phases
+    """The fields that `--budget` and `--phases` change; `ConfigError` if they cannot."""
 
     changed: dict[str, object] = {}
     if budget is not None:
@@ -151,7 +154,6 @@ def folder_of(what: str, source: str, patterns: list[str], code: int = USAGE) ->
     """The folder of `what` at `source`; from the Hub, files of these patterns are downloaded."""
     if Path(source).is_dir():
         return Path(source)
-    import huggingface_hub
 
     with explained(f"{what} {source}", source, code):
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns))
@@ -188,10 +190,7 @@ class Source:
     phases: str | None = None
 
     def origin(self, routed: Any) -> dict[str, Any]:
-        """A result's description of adapter and base; it says if the adapter `routed` was made
-        for another base."""
-        from ..adapter.base_check import check_base
-        from ..adapter.files import AdapterMismatchError
+        """A result's description of adapter and base, and whether they belong together."""
 
         mismatch = False
         try:
@@ -207,7 +206,6 @@ class Source:
 
     def tokenizer(self) -> Any:
         """The base's tokenizer."""
-        import transformers
 
         what = f"tokenizer of {self.base}"
         size = self.base_config.vocab_size
@@ -235,10 +233,6 @@ class Source:
 
     def base_model(self) -> PreTrainedModel:
         """The base model, in eval mode, on the GPU if there is one."""
-        import torch
-        import transformers
-
-        from ..base.gguf import load_dequantised
 
         dtype = self.options.dtype
         if dtype != "auto":
@@ -254,11 +248,6 @@ class Source:
 
     def routed(self, base: torch.nn.Module, is_trainable: bool = False) -> PeftModel:
         """`base` with the adapter on it, in eval mode."""
-        import peft
-
-        from ..adapter.base_check import BaseDiffersWarning, allow_base_mismatch
-        from ..inference.phases import set_phases
-        from .output import noted
 
         adapter = self.options.adapter
         mismatch: AbstractContextManager[None] = nullcontext()
@@ -272,9 +261,7 @@ class Source:
         return routed
 
     def check_fitted(self, routed: PeftModel, budgets: Sequence[float]) -> None:
-        """Refuse budgets below 1 where the thresholds were never fitted,
-        so that no share could be asked for."""
-        from ..inference.calibration import is_calibrated
+        """Refuse budgets below 1 where the thresholds were never fitted to keep one."""
 
         below = min(budgets, default=1.0) < 1
         if below and self.config.takes_budget() and not is_calibrated(routed):
@@ -285,8 +272,7 @@ class Source:
 
 
 def find_source(options: AdapterOptions) -> Source:
-    """The adapter and the base of a command that is about to load both;
-    what its options change is checked."""
+    """The adapter and the base that a command is about to load, with its options checked."""
     quiet(options.debug)
     check_dtype(options.dtype, DTYPES)
     config = load_adapter_config(options.adapter)
@@ -304,7 +290,6 @@ def source_of(options: Any, config: DepthRouteConfig, phases: str | None = None)
 
 def read_blocks(options: Any, tokenizer: Any, split: str, other: str | None = None) -> Any:
     """Packed blocks of a split of the dataset that a command's options name, or of `other`."""
-    from ..data.text import load_text, pack
 
     text = load_text(
         other or options.dataset,
@@ -318,9 +303,7 @@ def read_blocks(options: Any, tokenizer: Any, split: str, other: str | None = No
 
 
 def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[str, torch.Tensor]]:
-    """Up to `blocks` blocks of a packed dataset as batches: spread evenly,
-    or the first ones of a stream."""
-    import torch
+    """Up to `blocks` packed blocks as batches: spread evenly, or the first ones of a stream."""
 
     if hasattr(packed, "__len__"):
         count = len(packed) if blocks is None else min(blocks, len(packed))
@@ -337,10 +320,6 @@ def quiet(debug: bool) -> None:
     """Keep the libraries' warnings, log lines and bars off the terminal, unless `debug`."""
     if debug:
         return
-    import warnings
-
-    import huggingface_hub
-    import transformers
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -350,16 +329,7 @@ def quiet(debug: bool) -> None:
 
 @contextlib.contextmanager
 def explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
-    """Turn whatever the libraries raise while loading `source` into a `CliError` or a
-    `HubError` about `what`."""
-    import safetensors
-    from huggingface_hub.errors import HFValidationError
-
-    from ..adapter.files import AdapterMismatchError
-    from ..base.families import UnsupportedModelError
-    from ..config.adapter import ConfigError
-    from ..files.hub import causes, explain
-    from ..files.out_of_resources import disk_full, out_of_memory
+    """Turn errors in loading `source` into a `CliError` or a `HubError` about `what`."""
 
     try:
         yield

@@ -7,7 +7,10 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ..adapter.saving import SaveWarning, staged_save
 from ..files import staged
@@ -18,10 +21,6 @@ from ..training.record import remember_training
 from . import loading
 from .errors import RESOURCES, CliError
 from .output import noted
-
-if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedTokenizerBase
 
 
 def save_adapter(
@@ -54,8 +53,7 @@ def save_adapter(
 
 @contextlib.contextmanager
 def _at_best(folder: Path, what: str) -> Iterator[None]:
-    """Say that `what` was not written into `folder`, where it could not be;
-    an adapter is not lost for it."""
+    """Say that `what` could not be written into `folder`; an adapter is not lost for it."""
     before = set(folder.iterdir())
     try:
         yield
@@ -69,7 +67,6 @@ def _at_best(folder: Path, what: str) -> Iterator[None]:
 
 
 def bytes_needed(model: nn.Module, tokenizer: PreTrainedTokenizerBase, checkpoints: bool) -> int:
-    """About what a run writes: the adapter and the tokenizer,
-    and up to three checkpoints with two Adam moments."""
+    """About what a run writes: adapter, tokenizer, three checkpoints with two Adam moments."""
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return trained * (10 if checkpoints else 1) + 64 * len(tokenizer) + 2**20

@@ -12,6 +12,8 @@ import threading
 from contextvars import ContextVar
 from typing import Any
 
+from fastapi import HTTPException
+
 from .serve_settings import Limits
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -38,14 +40,8 @@ SAMPLED: ContextVar[bool] = ContextVar("sampled", default=False)
 
 
 def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> None:
-    """Refuse a prompt or settings that cost too much,
-    cut the answer to what may follow the prompt, and sample where that is asked for.
-
-    Raises:
-        HTTPException: 400, with what is too large.
-    """
-    from fastapi import HTTPException
-
+    """Refuse, with 400, a prompt or settings that cost too much; cut the answer to what may follow
+    the prompt, and sample where that is asked for."""
     as_asked(generation_config)
     ids = inputs["input_ids"]
     length = len(ids) if isinstance(ids, list) else ids.shape[-1]
@@ -75,25 +71,14 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
 
 
 def as_asked(generation_config: Any) -> None:
-    """Sample where the request says so: transformers sets its temperature alone, which does nothing
-    to a model whose own settings are greedy."""
+    """Sample where the request says so: of it, transformers sets the temperature alone."""
     if SAMPLED.get():
         generation_config.do_sample = True
 
 
 def check_shared(wanted: Any, shared: Any) -> None:
-    """Refuse settings of a request that continuous batching would not look at:
-    it has one set of them for all.
-
-    Args:
-        wanted: The request's generation config.
-        shared: The model's.
-
-    Raises:
-        HTTPException: 400, with the setting.
-    """
-    from fastapi import HTTPException
-
+    """Refuse, with 400, settings of a request that continuous batching would not look at: it has
+    one set of them for all, the model's generation config."""
     sampled = wanted.do_sample or shared.do_sample
     for name, (said, nothing) in _SHARED.items():
         asked = getattr(wanted, name, None)

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
+import peft
 import torch
+import transformers
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -259,10 +261,7 @@ def _warm_up(lm: DepthRouteLM) -> None:
 
 
 def _manager(tasks: Sequence[str], include_path: str | Path | None) -> TaskManager:
-    """lm-eval's index of tasks.
-
-    Its own hundreds of files take ten seconds: they stay out where none is asked for.
-    """
+    """lm-eval's index of tasks; its own, which take ten seconds, only where one is asked for."""
     if include_path is None:
         return TaskManager()
     own = TaskManager(include_path=str(include_path), include_defaults=False)
@@ -274,9 +273,6 @@ def _manager(tasks: Sequence[str], include_path: str | Path | None) -> TaskManag
 def _load(
     base: str | None, adapter: str, mismatch: bool, dtype: str, trust: bool
 ) -> tuple[str, Any]:
-    import peft
-    import transformers
-
     with explained(f"adapter {adapter}"):
         name = base or peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
     if not name:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import platform
 
+import peft
+import torch
+import transformers
+
+from ..version import __version__
+
 
 def versions() -> dict[str, str]:
     """Versions of this library, of those below it, and of Python."""
-    import peft
-    import torch
-    import transformers
-
-    from ..version import __version__
-
     return {
         "hf_depthroute": __version__,
         "torch": torch.__version__,

@@ -15,6 +15,11 @@ from operator import itemgetter
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import matplotlib
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
 from .collect import RunReport
 
 _POINTS = 72  # to an inch; a unit of the view box is a point
@@ -44,8 +49,6 @@ class Chart:
         size: tuple[float, float] = (440, 270),
         layout: Any = "constrained",
     ) -> None:
-        from matplotlib.figure import Figure
-
         self.key = key
         self.words = {"title": title, "desc": description}
         self.caption = caption
@@ -65,16 +68,11 @@ class Chart:
 
     def bars(self, rows: Sequence[tuple[float, float, float, float, str]], kind: str) -> None:
         """Rectangles of class `part kind`: the lower left corner, width, height, and the tip."""
-        from matplotlib.collections import PolyCollection
-
         corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h, _ in rows]
         drawn = self.axes.add_collection(PolyCollection(corners, zorder=2))
         self.name(drawn, f"part {kind}", [tip for *_, tip in rows])
 
     def __html__(self) -> str:
-        import matplotlib
-        from matplotlib.text import Text
-
         for text in self.figure.findobj(Text):
             text.set_fontsize(_FONT)
         file = io.BytesIO()
