@@ -54,8 +54,6 @@ _LOCAL_BUILDERS = {
 class DataError(OneLine, ValueError):
     """The dataset, split, column or text that was asked for cannot be used.
 
-    The message is one line.
-
     When the Hub is the reason, the cause is a `hf_depthroute.files.hub.HubError`.
     """
 
@@ -130,7 +128,8 @@ def load_text(
         DataError: There is no such dataset, split or column; the Hub cannot be reached; the file is
             broken or empty; the column does not hold text.
     """
-    if name is not None and not _has_configurations(source):
+    path = Path(source).expanduser()
+    if name is not None and (source == PYTHON_STDLIB or path.is_file() or _is_saved(path)):
         raise DataError(
             f"dataset {source}: has no configuration {name!r}, as a dataset of the Hub may; leave "
             "the name out"
@@ -240,12 +239,6 @@ def _cut(stream: list[int], length: int, begin: list[int]) -> list[list[int]]:
         start += length - len(added)
 
 
-def _has_configurations(source: str) -> bool:
-    """Whether `datasets` looks for one of several configurations in `source`."""
-    path = Path(source).expanduser()
-    return source != PYTHON_STDLIB and not path.is_file() and not _is_saved(path)
-
-
 def _is_saved(path: Path) -> bool:
     """Whether `save_to_disk` made this folder."""
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
@@ -262,7 +255,9 @@ def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
         arguments["path"] = str(path.resolve())
     try:
         if _is_saved(path):
-            return _from_disk(path, split, streaming)
+            saved = datasets.load_from_disk(str(path))
+            splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+            return _sliced(splits, split, streaming)
         return datasets.load_dataset(**arguments, split=split, streaming=streaming)
     except Exception as error:  # datasets has no common base class for what goes wrong
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -294,15 +289,6 @@ def _stdlib(split: str, streaming: bool) -> Any:
             f"dataset {PYTHON_STDLIB}: no split {split!r}; use train or validation, or a slice of "
             "one, train[:90%]"
         ) from error
-
-
-def _from_disk(path: Path, split: str, streaming: bool) -> Any:
-    """A split, or a slice, of what `save_to_disk` wrote; a `Dataset` alone is `"train"`."""
-    import datasets
-
-    saved = datasets.load_from_disk(str(path))
-    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-    return _sliced(splits, split, streaming)
 
 
 def _sliced(splits: dict[str, Any], split: str, streaming: bool) -> Any:
