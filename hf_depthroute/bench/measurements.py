@@ -16,11 +16,7 @@ Figure = tuple[float, float | None]  # value and standard error; None: unknown
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A result file.
-
-    Raises:
-        ValueError: It cannot be read, or is none. The message is one line and names the file.
-    """
+    """A result file; `ValueError`, one line with its name, if it cannot be read or is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

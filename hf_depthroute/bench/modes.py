@@ -20,11 +20,7 @@ _compiled: dict[int, tuple[nn.Module, Callable[..., object]]] = {}
 
 
 def check_modes(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
-    """The modes to measure; by default eager on CPUs and all of them on GPUs.
-
-    Raises:
-        ValueError: A name is unknown, or there is none.
-    """
+    """The modes to measure, by default eager on CPUs and all on GPUs; `ValueError` for others."""
     if names is None:
         if device.type == "cuda":
             return MODES

@@ -109,8 +109,7 @@ class Samples(Generic[Key]):
 
 
 def interleave(variants: Mapping[Key, Callable[[], float]], rounds: int) -> Samples[Key]:
-    """Time all variants in turn, by calls that return the seconds they took;
-    `rounds` are counted, after `WARMUP` others."""
+    """Time all variants in turn, by calls that return seconds; `rounds` count, after `WARMUP`."""
     seconds: dict[Key, list[float]] = {key: [] for key in variants}
     for round_ in range(rounds + WARMUP):
         for key in random.Random(round_).sample(list(variants), len(variants)):

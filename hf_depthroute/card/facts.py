@@ -144,12 +144,8 @@ def _thresholds(
 
 
 def read_training(folder: Path) -> dict[str, object]:
-    """The record in a folder; empty where there is none.
-
-    Raises:
-        AdapterMismatchError: It is larger than 16 MiB, nests more than 32 deep, links out of the
-            folder, or is no JSON object.
-    """
+    """The record in a folder; empty where there is none, `AdapterMismatchError` where it is larger
+    than 16 MiB, nests more than 32 deep, links out of the folder, or is no JSON object."""
     path = folder / TRAINING_NAME
     try:
         text = read_file(path, _MAX_BYTES, folder).decode("utf-8-sig")

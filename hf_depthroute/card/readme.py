@@ -34,11 +34,8 @@ class Card(ModelCard):
 
 
 def old_card(folder: Path) -> Card | None:
-    """The README of a folder as a card; None if there is none.
-
-    Raises:
-        AdapterMismatchError: As `read_readme`; or its metadata is larger than 64 KiB.
-    """
+    """The README of a folder as a card; None if there is none. Errors are those of `read_readme`
+    and `parse_readme`."""
     try:
         return parse_readme(read_readme(folder))
     except FileNotFoundError:
@@ -46,7 +43,7 @@ def old_card(folder: Path) -> Card | None:
 
 
 def parse_readme(content: bytes) -> Card:
-    """A README's metadata and text."""
+    """A README's metadata, of which more than 64 KiB are refused, and its text."""
     text = re.sub("\r\n?", "\n", content.decode("utf-8-sig", errors="replace"))
     metadata = ""
     if found := _METADATA.match(text):

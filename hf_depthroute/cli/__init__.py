@@ -95,8 +95,7 @@ def _study(context: typer.Context) -> None:
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """Refuse a word of the command line that is no text;
-    a path of such bytes can be given by a link to it."""
+    """Refuse a word that is no text; a path of such bytes can be given by a link to it."""
     for word in words:
         if word.isascii() or not any("\ud800" <= character <= "\udfff" for character in word):
             continue
@@ -111,8 +110,7 @@ def _check_words(words: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line on `argv` (without the program's name; default: `sys.argv[1:]`),
-    and exit with its code."""
+    """Run the command line on `argv` (default: `sys.argv[1:]`), and exit with its code."""
     run(app, "hf-depthroute", argv)
 
 

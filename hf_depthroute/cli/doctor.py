@@ -43,8 +43,7 @@ def doctor(
 
 
 def _downloaded(adapter: str, debug: bool) -> Path:
-    """The folder of an adapter on the Hub, both files downloaded;
-    what cannot be there is refused at once."""
+    """The folder of an adapter on the Hub, downloaded; no other name is asked for there."""
     if Path(adapter).exists():
         raise CliError(f"adapter {adapter}: is a file; name the folder that it is in")
     if not _HUB_ID.fullmatch(adapter):

@@ -14,21 +14,15 @@ if TYPE_CHECKING:
 
 def find_gguf_file(model: str | None, given: str | None, config: DepthRouteConfig) -> str | None:
     """The GGUF file of the base: `--gguf-file`, or the one that the adapter was made with where
-    no base is named.
-
-    Raises:
-        CliError: The base is a GGUF file that is not named as one, or the package that reads it is
-            missing.
-    """
+    no base is named."""
     base = Path(model or config.base_model_name_or_path or "")
     if base.suffix == ".gguf" and base.is_file():
         raise CliError(
             f"model {base}: is a GGUF file; pass --model {base.parent} --gguf-file {base.name}"
         )
     found = given
-    there = base.is_dir() and not (base / "config.json").is_file()
     files = []
-    if there:
+    if not (base / "config.json").is_file():
         files = sorted(path.name for path in base.glob("*.gguf"))
     if found is None:
         remembered = (config.base_architecture or {}).get("gguf_file")

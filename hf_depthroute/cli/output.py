@@ -125,8 +125,7 @@ ResultFile = Annotated[
 
 
 def write_result(path: Path | None, content: object) -> bool:
-    """Write what a command measured as JSON to its `--out`, if given; True if that is stdout,
-    for nothing else then."""
+    """Write a result as JSON to `--out`, if given; True if that is stdout, for nothing else."""
     if path is None:
         return False
     text = json.dumps(content, indent=2)
@@ -149,8 +148,7 @@ def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> None:
-    """A table on stdout, numbers to the right; a `wide` one has no frame,
-    and is wrapped in a narrow terminal."""
+    """A table on stdout, numbers to the right; a `wide` one has no frame, and is wrapped."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -62,14 +62,6 @@ def check_same_run(
 
     A Trainer goes on with the checkpoint's optimizer and schedule: a learning rate that is given
     now would be recorded and not used.
-
-    Args:
-        checkpoint: Its folder.
-        config: Configuration of the adapter that is to be trained.
-        arguments: Options of this run, by name.
-
-    Raises:
-        CliError: Names the first option that differs, and the value of the checkpoint's run.
     """
     saved = loading.load_adapter_config(str(checkpoint))
     for field in fields(RoutingFields):
@@ -96,8 +88,7 @@ def check_same_run(
 
 
 def _arguments_in(checkpoint: Path) -> dict[str, object]:
-    """The options that a checkpoint was trained with; without a note of them,
-    the arguments of its Trainer."""
+    """The options that a checkpoint was trained with, or else what its Trainer noted."""
     record = read_training(checkpoint)
     noted = record.get(ARGUMENTS)
     if isinstance(noted, dict):

@@ -33,18 +33,12 @@ _CLIENTS_FAULTS = (ValueError, TypeError, KeyError, AttributeError, jinja2.Templ
 
 
 def limited(app: FastAPI, model: str, limits: Limits) -> ASGIApp:
-    """`app` with no POST routes but those of generation and of loading, each within limits.
-
-    Args:
-        app: Made by `transformers serve`; it is changed.
-        model: The name of the one model that is served.
-        limits: What a request may ask for.
-    """
+    """The `app` of `transformers serve`, which is changed: it has no POST routes but those of
+    generation and of loading, for the one model that is served, and each within limits."""
     running = 0
 
     async def admitted(request: Request) -> AsyncIterator[dict[str, Any]]:
-        """The content of a request, which has a place among those that run or wait until its
-        answer is sent."""
+        """A request's content; it has a place among those that run or wait until its end."""
         nonlocal running
         content = _parsed(await _read(request, limits.body_bytes))
         _check(content, request.url.path, model, limits)

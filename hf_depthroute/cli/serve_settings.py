@@ -153,13 +153,7 @@ def is_sampled(content: Mapping[str, Any]) -> bool:
 def wrong_settings(
     content: Mapping[str, object], output_tokens: int, path: str = _BIASES
 ) -> str | None:
-    """Why what a request's body says about its generation is refused; None if it is not.
-
-    Args:
-        content: The body.
-        output_tokens: The most that an answer may have.
-        path: Where it was sent.
-    """
+    """Why what a request's body says about its generation is refused; None if it is not."""
     if content.get("logit_bias") and path != _BIASES:
         return f"logit_bias is not served at {path}; use {_BIASES}"
     try:

@@ -112,12 +112,7 @@ def _module(words: list[str]) -> list[str]:
 
 
 def vllm_words(options: Any, others: list[str]) -> list[str]:
-    """The words of `vllm serve ...`, everything that can be checked without vLLM checked.
-
-    Raises:
-        CliError, ConfigError, UnsupportedModelError: The adapter or its base cannot be served, or
-        an option is taken.
-    """
+    """The words of `vllm serve ...`, everything that can be checked without vLLM checked."""
     from ..vllm.limits import check_adapter, check_base_config, check_request_budgets
     from ..vllm.settings import Settings
     from . import loading

@@ -162,8 +162,7 @@ def branch_share(routing: Routing, config: PreTrainedConfig, full: float, length
 
 
 def memory_weights(routing: Routing, of_branch: bool = False) -> float:
-    """Weights that the memory of target memory, or of a branch, multiplies a token with,
-    without its gate's; 0 where it has none."""
+    """Weights per token of target memory's memory, or a branch's, without its gate's; or 0."""
     name = routing.active_name()
     recalls = routing.active_config().branch == "memory"
     if recalls != of_branch or name not in routing.depth_route_memory:

@@ -21,10 +21,7 @@ _DATASET = re.compile(
 
 
 class HubError(OneLine, RuntimeError):
-    """A model, adapter or dataset is neither a local path nor available on the Hub.
-
-    The message is one line.
-    """
+    """A model, adapter or dataset is neither a local path nor available on the Hub."""
 
 
 def explain(error: BaseException, what: str | None = None, access: str = "read") -> HubError | None:
@@ -44,8 +41,7 @@ def explain(error: BaseException, what: str | None = None, access: str = "read")
 
 
 def _dataset_in(error: BaseException) -> str | None:
-    """`"dataset me/texts"`, where the package `datasets` said so:
-    lm-eval's tasks download what no option names."""
+    """`"dataset me/texts"`, where `datasets` said so: no option names those of lm-eval."""
     for cause in causes(error):
         if found := _DATASET.match(str(cause)):
             return f"dataset {found[1]}"
