@@ -23,7 +23,8 @@ class BenchOptions(o.AdapterOptions):
     adapter: o.AnyAdapter = ""
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="OLD NEW", help="Compare two result files instead of measuring."),
+        typer.Option(metavar="OLD NEW"),
+        "Compare two result files instead of measuring.",
     ] = None
     cases: Annotated[str, "Some of prefill,decode."] = "prefill,decode"
     budgets: o.Budgets = "0.5,0.25"
@@ -59,7 +60,7 @@ def bench(options: BenchOptions) -> None:
         raise CliError("bench: give either ADAPTER (with or without --model) or --compare")
     if options.compare is not None:
         others = [name for name in o.given(options.context) if name not in _OF_COMPARE]
-        options.refuse_unused(sorted(others), "no effect with --compare, which measures nothing")
+        options.refuse_unused(sorted(others), "with --compare, which measures nothing")
         _compare(*options.compare, options.json_file)
         return
     result = _measure(options)
@@ -73,11 +74,11 @@ def bench(options: BenchOptions) -> None:
 def _refuse_unused(options: BenchOptions, kinds: tuple[str, ...]) -> None:
     """`CliError` where an option is for a case that is not among `kinds`."""
     if "prefill" not in kinds:
-        options.refuse_unused(("batch",), "no effect without --cases prefill")
+        options.refuse_unused(("batch",), "without --cases prefill")
     if not options.decode_steps:
-        options.refuse_unused(("decode_batch",), "no effect with --decode-steps 0")
+        options.refuse_unused(("decode_batch",), "with --decode-steps 0")
     elif "decode" not in kinds:
-        options.refuse_unused(("decode_batch", "decode_steps"), "no effect without --cases decode")
+        options.refuse_unused(("decode_batch", "decode_steps"), "without --cases decode")
 
 
 def _compare(old: Path, new: Path, out: Path | None) -> None:

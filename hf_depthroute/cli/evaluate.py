@@ -38,10 +38,8 @@ Measured = tuple[dict[str, Any], tuple[str, ...], Sequence[tuple[str, ...]]]
 class EvalOptions(o.TextOptions, o.AdapterOptions):
     dataset: Annotated[
         str | None,
-        typer.Option(
-            callback=o.check_dataset,
-            help="Text to take the loss on: as for train. Or give --tasks.",
-        ),
+        typer.Option(callback=o.check_dataset),
+        "Text to take the loss on: as for train. Or give --tasks.",
     ] = None
     tasks: Annotated[
         str | None, "lm-eval tasks or groups instead, comma-separated, such as piqa,arc_easy."
@@ -82,11 +80,11 @@ def evaluate(options: EvalOptions) -> None:
     if (options.dataset is None) == (options.tasks is None):
         raise CliError("eval: give one of --dataset and --tasks")
     if options.tasks is None:
-        options.refuse_unused(_OF_TASKS, "no effect without --tasks")
+        options.refuse_unused(_OF_TASKS, "without --tasks")
         if options.calibrate_on is None:
-            options.refuse_unused(("calibration_blocks",), "no effect without --calibrate-on")
+            options.refuse_unused(("calibration_blocks",), "without --calibrate-on")
     else:
-        options.refuse_unused(_OF_LOSS, "no effect with --tasks, which bring their own texts")
+        options.refuse_unused(_OF_LOSS, "with --tasks, which bring their own texts")
         if options.include_path is not None and not options.include_path.is_dir():
             raise CliError(f"--include-path {options.include_path}: no such folder")
     budgets = o.parse_budgets(options.budgets)

@@ -90,7 +90,7 @@ def fit(options: FitOptions) -> None:
       hf-depthroute fit --model Qwen/Qwen2.5-0.5B --dataset python-stdlib --keep 0.5 --out fitted
     """
     if options.phases == "all":
-        options.refuse_unused(("keep_of", "prompt_length"), "no effect without --phases prefill")
+        options.refuse_unused(("keep_of", "prompt_length"), "without --phases prefill")
     options.out = check_out(options.out, options.overwrite, resume=False)
     from . import loading
 

@@ -178,7 +178,7 @@ def _check_options(options: GenerateOptions) -> None:
     if not 0 < options.top_p <= 1:
         raise CliError(f"--top-p {options.top_p}: must be in (0, 1]")
     if not options.sample:
-        options.refuse_unused(_OF_SAMPLING, "no effect without --sample")
+        options.refuse_unused(_OF_SAMPLING, "without --sample")
     for name in ("budget", "phases"):
         if options.full and getattr(options, name) is not None:
             raise CliError(f"--{name} has no effect with --full; leave one out")

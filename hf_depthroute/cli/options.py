@@ -320,13 +320,9 @@ TrustRemoteCode = Annotated[
 ]
 Dataset = Annotated[
     str,
-    typer.Option(
-        callback=check_dataset,
-        help=(
-            "python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder (also of "
-            "save_to_disk), or a Hub id."
-        ),
-    ),
+    typer.Option(callback=check_dataset),
+    "python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder (also of save_to_disk), or a "
+    "Hub id.",
 ]
 Budgets = Annotated[
     str, "Shares of tokens that run full in the layers with a gate, comma-separated."
@@ -360,7 +356,9 @@ class CommandOptions:
         unused = [_word(self.context, params[name]) for name in names if name in set_here]
         if unused:
             has = "has" if len(unused) == 1 else "have"
-            raise CliError(f"{self.context.info_name}: {' and '.join(unused)} {has} {why}")
+            raise CliError(
+                f"{self.context.info_name}: {' and '.join(unused)} {has} no effect {why}"
+            )
 
 
 @dataclass(kw_only=True)

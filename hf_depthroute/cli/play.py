@@ -20,7 +20,7 @@ class PlayOptions(o.AdapterOptions):
     phases: o.Phases = None
     chat_template: o.ChatTemplate = True
     host: Annotated[str, "Address to listen on; 0.0.0.0 lets others in."] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 7860
+    port: Annotated[int, typer.Option(min=1, max=65535), "Port to listen on."] = 7860
 
 
 @o.command

@@ -31,11 +31,8 @@ _TIMED_BLOCKS = 4  # sequences of the prefill that is timed, as in bench
 class ReportOptions(o.TextOptions, o.AdapterOptions):
     dataset: Annotated[
         str,
-        typer.Option(
-            show_default=False,
-            callback=o.check_dataset,
-            help="Text to measure and to show: as for train.",
-        ),
+        typer.Option(show_default=False, callback=o.check_dataset),
+        "Text to measure and to show: as for train.",
     ] = ""
     split: Annotated[str, "Split of the text."] = "train"
     budgets: Annotated[
@@ -70,11 +67,9 @@ def report(options: ReportOptions) -> None:
     if not options.dataset:
         raise CliError(f"report: give --dataset, the text to measure adapter {options.adapter} on")
     if options.prompt is None:
-        options.refuse_unused(("max_new_tokens",), "no effect without --prompt")
+        options.refuse_unused(("max_new_tokens",), "without --prompt")
     if options.bench_file is not None or not options.speed:
-        options.refuse_unused(
-            ("repeats",), "no effect with --bench or --no-speed: nothing is timed"
-        )
+        options.refuse_unused(("repeats",), "with --bench or --no-speed: nothing is timed")
     say(_report_adapter(options))
 
 

@@ -25,11 +25,8 @@ class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions
     )
     adapter: Annotated[
         str | None,
-        typer.Argument(
-            metavar="ADAPTER",
-            callback=o.either,
-            help="An adapter to go on training, instead of a new one.",
-        ),
+        typer.Argument(metavar="ADAPTER", callback=o.either),
+        "An adapter to go on training, instead of a new one.",
     ] = None
     adapter_option: o.OldAdapter = None
     init: Annotated[

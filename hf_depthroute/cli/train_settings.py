@@ -130,7 +130,7 @@ def refuse_unused(
         if not condition:
             # A weight of 0 asks for what is.
             set_here = [name for name in names if getattr(options, name) != 0]
-            options.refuse_unused(set_here, f"no effect {why}")
+            options.refuse_unused(set_here, why)
 
     texts = "--validation-split or --eval-dataset"
     needs(not named, f"with {texts}, which name the text to evaluate on", "hold_out")
