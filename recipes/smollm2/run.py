@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import string
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -466,7 +467,10 @@ def main() -> None:
         "--all", nargs="*", type=float, default=[0.75], help="shares of all FFN calls"
     )
     parser.add_argument(
-        "--branches", nargs="*", default=["lowrank", "neurons"], help="of all tokens"
+        "--branches",
+        nargs="*",
+        default=["lowrank", "neurons"],
+        help="of all tokens; a number behind the name is its rank, as in neurons768",
     )
     parser.add_argument(
         "--static",
@@ -527,7 +531,10 @@ def main() -> None:
     for seed in args.seeds:
         for keep in args.all:
             for branch in args.branches:
-                fields = {"layers": "all", "branch": branch}
+                rank = branch.lstrip(string.ascii_letters)
+                fields = {"layers": "all", "branch": branch.removesuffix(rank)}
+                if rank:
+                    fields["branch_rank"] = int(rank)
                 part = f"all {branch} {keep:g} {seed}"
                 run.routed(part, "all", partial(run.fit, keep, seed, LENGTH, {}, **fields))
                 if args.train:

@@ -59,7 +59,17 @@ def test_every_part_is_measured_once(
     words = ["run.py", *given]
     words += ["--out", folders["out"], "--work", folders["work"]]
     words += ["--threads", 1, "--rows", 3, "--tokens", 4096, "--seeds", 0]
-    words += ["--prompts", 0.8, "--keep-of", "flops", "--all", 0.6, "--branches", "neurons"]
+    words += [
+        "--prompts",
+        0.8,
+        "--keep-of",
+        "flops",
+        "--all",
+        0.6,
+        "--branches",
+        "neurons",
+        "neurons48",
+    ]
     words += ["--rounds", 1, "--pruned", 1, "--static", 1, "--train", 2, "--steps", 2]
     monkeypatch.syspath_prepend(RECIPE.parent)
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
@@ -67,6 +77,7 @@ def test_every_part_is_measured_once(
     results = {path.stem: json.loads(path.read_text()) for path in folders["out"].glob("*.json")}
     routed = {"prompts-0.8-0", "pruned-block-1", "pruned-ffn-1", "shortgpt-1", "all-neurons-0.6-0"}
     routed |= {"prompts-0.8-0-trained-2", "all-neurons-0.6-0-trained-2"}
+    routed |= {"all-neurons48-0.6-0", "all-neurons48-0.6-0-trained-2"}
     routed |= {"static-neurons-1", "static-neurons-1-trained-2"}
     others = {"dense-prompts", "dense-long", "dense-all", "influence", "subset-1", "times"}
     assert results.keys() == routed | others
