@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 TABLE_SIZE = 201  # steps of half a percent
 _NEVER = 1e-4  # a share of the tokens that is as good as none
+# Tokens to average over, in 5 batches or more: those of a text have shares alike, so a few batches
+# tell the share of other text badly.
+_AVERAGED = 4_096
 NOT_FITTED = (
     "the thresholds of this adapter were never fitted to its scores, so the share of tokens that "
     "runs full is not the budget; call calibrate(model, batches), or train with a Trainer or with "
@@ -83,15 +86,20 @@ class ScoreQuantiles(Thresholds):
         self.measured = None
 
     @torch.no_grad()
-    def track(self, table: torch.Tensor, decay: float = 0.95) -> None:
-        """Move towards the table of one more batch.
+    def track(
+        self, table: torch.Tensor, tokens: torch.Tensor | int = 0, decay: float = 0.95
+    ) -> None:
+        """Move towards the table of one more batch, which is of `tokens` tokens.
 
-        The average starts at the first batch, not at the initial table.
+        The average starts at the first batch, not at the initial table. The more tokens a batch
+        has, the sooner it forgets those before: scores move from step to step, and an average over
+        many steps is one of gates that are no more.
 
         A table with NaN, of a batch without a single real token, or with infinity changes nothing.
         """
         known = table.isfinite().all()
-        weight = torch.clamp(1.0 / (self.updates + 1), min=1.0 - decay) * known
+        least = torch.as_tensor(tokens / _AVERAGED).clamp(1.0 - decay, 0.2).to(self.updates.device)
+        weight = torch.maximum(1.0 / (self.updates + 1), least) * known
         self.values.lerp_(table.nan_to_num().to(self.values.dtype), weight.to(self.values.dtype))
         self.updates.add_(known)
         self.measured = None
@@ -224,8 +232,12 @@ def _never_falling(scores: np.ndarray, low: int, high: int) -> None:
 
 
 @torch.no_grad()
-def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[torch.Tensor]:
-    """The `quantile_table` of each record's real tokens; of processes, the weighted mean.
+def quantile_tables(
+    records: list[RouteRecord], pooled: bool = False
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The `quantile_table` of each record's real tokens, and how many they are.
+
+    Over processes these are the weighted mean and the sum.
 
     Every process gets the same tables, so thresholds never differ between ranks. With `pooled`, all
     records get the table of their scores together: the one threshold of a global budget.
@@ -235,7 +247,7 @@ def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[to
         scores = torch.cat([record.scores.reshape(-1).to(device) for record in records])
         keep = torch.cat([record.real.reshape(-1).to(device) for record in records])
         tables = [quantile_table(scores, keep)]
-        counts = [keep.sum()]
+        counts = [keep.sum() / len(records)]
     else:
         tables = [quantile_table(record.scores, record.real) for record in records]
         counts = [record.real.sum() for record in records]
@@ -246,4 +258,6 @@ def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[to
         weighted = [tables_CQ.nan_to_num() * counts_C1, counts_C1]
         shared = sum_over_processes(torch.cat(weighted, dim=1))
         tables = list(shared[:, :-1] / shared[:, -1:])  # NaN where no process has a real token
-    return tables * len(records) if pooled else tables
+        counts = list(shared[:, -1])
+    found = list(zip(tables, counts))
+    return found * len(records) if pooled else found

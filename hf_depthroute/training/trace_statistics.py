@@ -128,5 +128,5 @@ def track_thresholds(trace: RouteTrace) -> None:
     if pooled:
         config.share_shifts = None  # of the gates as they were
     tables = quantile_tables([trace[routing.layer_index] for routing in routings], pooled)
-    for routing, table in zip(routings, tables):
-        routing.active_quantiles().track(table)
+    for routing, (table, tokens) in zip(routings, tables):
+        routing.active_quantiles().track(table, tokens)

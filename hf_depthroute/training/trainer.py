@@ -15,11 +15,13 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..base.distributed import sharing
 from ..files.out_of_resources import disk_full, out_of_memory
 from ..files.shown import reason, shown
 from ..files.staged import write_json
 from ..inference.calibration import active_routings
 from ..parts.gates import GATES
+from ..routing.trace import count_routes
 from . import checkpoints
 from .arguments import RoutingArguments
 from .callbacks import (
@@ -231,6 +233,23 @@ class DepthRouteTrainerMixin(_Trainer):
         """As `Trainer.evaluate`."""
         with self._named("evaluating"):
             return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.evaluation_loop`, whose metrics then have the share of the tokens that ran in
+        full, mean over layers: `eval_full_ratio`.
+
+        While scores move, their thresholds follow a few steps behind, and a loss is that of the
+        share that ran.
+        """
+        with count_routes(self.model) as counter:
+            output = super().evaluation_loop(*args, **kwargs)
+        with sharing():
+            shares = list(counter.full_ratio().values())
+        if not shares:
+            return output
+        name = f"{kwargs.get('metric_key_prefix', 'eval')}_full_ratio"
+        share = sum(shares) / len(shares)
+        return output._replace(metrics={**(output.metrics or {}), name: share})
 
     def _save_checkpoint(
         self, model: nn.Module, trial: object, *args: object, **kwargs: object

@@ -178,6 +178,26 @@ def test_tracking_is_a_plain_mean_at_first_and_an_exponential_average_later() ->
     assert quantiles.updates == 40
 
 
+def test_tracking_follows_scores_that_move_from_step_to_step() -> None:
+    quantiles, generator = ScoreQuantiles(2.0), torch.Generator().manual_seed(0)
+    for step in range(60):
+        scores = torch.randn(512, generator=generator) + 0.03 * step  # a new gate
+        quantiles.track(quantile_table(scores), 512)
+    assert (scores >= quantiles(0.5)).float().mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_tracking_averages_over_batches_that_say_little() -> None:
+    def deviation(tokens: int) -> float:
+        quantiles, generator = ScoreQuantiles(2.0), torch.Generator().manual_seed(0)
+        thresholds = []
+        for _ in range(200):
+            quantiles.track(quantile_table(torch.randn(tokens, generator=generator)), tokens)
+            thresholds.append(quantiles(0.5))
+        return float(torch.stack(thresholds[40:]).std())
+
+    assert deviation(16) < 0.1 and deviation(1_024) < 0.05
+
+
 def test_a_batch_of_padding_moves_no_table() -> None:
     quantiles = ScoreQuantiles(2.0)
     initial = quantiles.values.clone()

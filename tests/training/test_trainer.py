@@ -665,6 +665,10 @@ def test_the_evaluation_loss_is_the_lm_loss_alone_under_the_threshold_rule(
     assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-6)
     during = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(during) == 3 and during[-1] == during[-2] == metrics["eval_loss"]
+    if kind == "trainer":
+        shares = trace.full_ratio().values()
+        assert metrics["eval_full_ratio"] == pytest.approx(sum(shares) / len(shares))
+        assert trainer.state.log_history[-1]["eval_full_ratio"] == metrics["eval_full_ratio"]
     for routing in routings_of(model):
         record = trace[routing.layer_index]
         threshold = routing.depth_route_quantiles["default"](0.5)
