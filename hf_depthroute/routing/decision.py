@@ -5,10 +5,14 @@ Shapes: B batch, T positions, K experts per token.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..parts.rules import RULES, RuleContext, where_real
-from .plan import RoutePlan
+
+if TYPE_CHECKING:
+    from .plan import RoutePlan
 
 
 def decide(
