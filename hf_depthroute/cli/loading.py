@@ -50,7 +50,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def load_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig:
     """The base's configuration, enough to refuse an unsupported model before its weights load."""
-
     if (Path(model) / "adapter_config.json").is_file():
         raise CliError(f"model {model}: is an adapter, not a model; pass it as --adapter")
     with explained(f"model {model}", model):
@@ -79,7 +78,6 @@ def _gguf_keyword(gguf_file: str | None) -> dict[str, Any]:
 
 def load_adapter_config(adapter: str) -> DepthRouteConfig:
     """The adapter's configuration; `CliError` if it is missing, broken, or another method's."""
-
     folder = Path(adapter)
     for name in ADAPTER_FILES if folder.is_dir() else ():
         if not (folder / name).is_file():
@@ -96,7 +94,6 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
 
 def read_peft_config(adapter: str) -> PeftConfig:
     """The configuration of an adapter of any PEFT method; `CliError` where there is none."""
-
     with explained(f"adapter {adapter}", adapter, code=ADAPTER):
         try:
             config: PeftConfig = peft.PeftConfig.from_pretrained(adapter)
@@ -112,7 +109,6 @@ def find_base(
     adapter: str, config: DepthRouteConfig, model: str | None, gguf_file: str | None = None
 ) -> tuple[str, object, str | None]:
     """The base (`--model` or the adapter's own), its configuration, and its GGUF file, if any."""
-
     base = model or config.base_model_name_or_path
     if not base:
         raise CliError(f"adapter {adapter}: it does not name its base model; pass --model")
@@ -136,7 +132,6 @@ def changed_fields(
     option: str = "--budget",
 ) -> dict[str, Any]:
     """The fields that `--budget` and `--phases` change; `ConfigError` if they cannot."""
-
     changed: dict[str, object] = {}
     if budget is not None:
         if not config.takes_budget():
@@ -191,7 +186,6 @@ class Source:
 
     def origin(self, routed: Any) -> dict[str, Any]:
         """A result's description of adapter and base, and whether they belong together."""
-
         mismatch = False
         try:
             check_base(routed.get_base_model(), self.config.base_architecture or {})
@@ -206,7 +200,6 @@ class Source:
 
     def tokenizer(self) -> Any:
         """The base's tokenizer."""
-
         what = f"tokenizer of {self.base}"
         size = self.base_config.vocab_size
         with explained(what, self.base):
@@ -233,7 +226,6 @@ class Source:
 
     def base_model(self) -> PreTrainedModel:
         """The base model, in eval mode, on the GPU if there is one."""
-
         dtype = self.options.dtype
         if dtype != "auto":
             dtype = getattr(torch, dtype)
@@ -248,7 +240,6 @@ class Source:
 
     def routed(self, base: torch.nn.Module, is_trainable: bool = False) -> PeftModel:
         """`base` with the adapter on it, in eval mode."""
-
         adapter = self.options.adapter
         mismatch: AbstractContextManager[None] = nullcontext()
         if getattr(self.options, "allow_base_mismatch", False):
@@ -262,7 +253,6 @@ class Source:
 
     def check_fitted(self, routed: PeftModel, budgets: Sequence[float]) -> None:
         """Refuse budgets below 1 where the thresholds were never fitted to keep one."""
-
         below = min(budgets, default=1.0) < 1
         if below and self.config.takes_budget() and not is_calibrated(routed):
             raise CliError(
@@ -290,7 +280,6 @@ def source_of(options: Any, config: DepthRouteConfig, phases: str | None = None)
 
 def read_blocks(options: Any, tokenizer: Any, split: str, other: str | None = None) -> Any:
     """Packed blocks of a split of the dataset that a command's options name, or of `other`."""
-
     text = load_text(
         other or options.dataset,
         split=split,
@@ -304,7 +293,6 @@ def read_blocks(options: Any, tokenizer: Any, split: str, other: str | None = No
 
 def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[str, torch.Tensor]]:
     """Up to `blocks` packed blocks as batches: spread evenly, or the first ones of a stream."""
-
     if hasattr(packed, "__len__"):
         count = len(packed) if blocks is None else min(blocks, len(packed))
         rows = packed.select([i * len(packed) // count for i in range(count)])
@@ -330,7 +318,6 @@ def quiet(debug: bool) -> None:
 @contextlib.contextmanager
 def explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
     """Turn errors in loading `source` into a `CliError` or a `HubError` about `what`."""
-
     try:
         yield
     except (CliError, UnsupportedModelError):

@@ -146,8 +146,11 @@ def _prepared(options: TrainOptions) -> Run:
 
 
 def hold_out(packed: Any, share: float, most: int) -> tuple[Any, Any]:
-    """`(blocks to train on, blocks to evaluate on)`: the last `share` of a dataset, the first ones
-    of a stream, at most `most`; of two blocks at least one, with a share of 0 None."""
+    """`(blocks to train on, blocks to evaluate on)`, the second None with a `share` of 0.
+
+    They are the last `share` of a dataset or the first ones of a stream, at most `most`, and at
+    least one of two blocks.
+    """
     whole = hasattr(packed, "__len__")
     if whole:
         length = len(packed)

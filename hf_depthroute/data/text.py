@@ -177,7 +177,8 @@ def pack(
     streaming dataset is packed as it is consumed, after its first block has been looked at.
 
     Raises:
-        DataError: `length` is below 2, the text is shorter than one block, or it is not text.
+        DataError: `length` is below 2, or no more than what is put before a text; the text is
+            shorter than one block, or it is not text.
     """
     begin, behind = _put_around(tokenizer)
     if length < 2 or length <= len(begin):

@@ -38,8 +38,8 @@ class Target(TargetTraits, ABC):
         stream = enter(h);   after = full path or cheap path;   out = finish(after)
 
     A target has to have `full`, and `enter` and `finish` where the layer has something before or
-    after it. The methods below them compute every token's both paths; a target that can
-    save work says how.
+    after it. The methods below them compute every token's both paths; a target that can save work
+    says how.
 
     Attributes:
         decode_step: The step that computes one new token of it (`execution.decode`); None: the

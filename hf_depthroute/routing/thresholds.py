@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 TABLE_SIZE = 201  # steps of half a percent
 _NEVER = 1e-4  # a share of the tokens that is as good as none
-# Tokens to average over, in 5 batches or more: those of a text have shares alike, so a few batches
-# tell the share of other text badly.
-_AVERAGED = 4_096
+# In the average, a step weighs what its tokens are of so many, and no more than `_MOST`: the tokens
+# of one text are alike.
+_AVERAGED = 2_048
+_MOST = 0.25
 NOT_FITTED = (
     "the thresholds of this adapter were never fitted to its scores, so the share of tokens that "
     "runs full is not the budget; call calibrate(model, batches), or train with a Trainer or with "
@@ -98,7 +99,9 @@ class ScoreQuantiles(Thresholds):
         A table with NaN, of a batch without a single real token, or with infinity changes nothing.
         """
         known = table.isfinite().all()
-        least = torch.as_tensor(tokens / _AVERAGED).clamp(1.0 - decay, 0.2).to(self.updates.device)
+        least = (
+            torch.as_tensor(tokens / _AVERAGED).clamp(1.0 - decay, _MOST).to(self.updates.device)
+        )
         weight = torch.maximum(1.0 / (self.updates + 1), least) * known
         self.values.lerp_(table.nan_to_num().to(self.values.dtype), weight.to(self.values.dtype))
         self.updates.add_(known)

@@ -34,6 +34,7 @@ from hf_depthroute import (
     DepthRouteCallback,
     DepthRouteConfig,
     DepthRouteTrainer,
+    calibrate,
     fit_router,
     record_routes,
     replay_routes,
@@ -218,7 +219,11 @@ def train(rank: int, world: int, cls: type[Trainer]) -> Result:
                 )
             )
         trainer.train()
-    return {"logs": step_logs(trainer), "gradients": kept.steps[0], "state": adapter_state(model)}
+        found = {"logs": step_logs(trainer), "gradients": kept.steps[0]}
+        found["state"] = adapter_state(model)
+        calibrate(model, {"input_ids": tokens(4, 8)})
+        found["evaluated"] = trainer.evaluate(examples)
+    return found
 
 
 def trainer(rank: int, world: int) -> Result:

@@ -153,6 +153,11 @@ def test_thresholds_of_two_processes_see_the_tokens_of_both(results: Path, run: 
         assert gap < 0.15, name
 
 
+def test_an_evaluation_in_two_processes_has_the_share_of_both(results: Path) -> None:
+    first, second = (found["evaluated"] for found in load(results, "trainer"))
+    assert 0 < first["eval_full_ratio"] == second["eval_full_ratio"] < 1
+
+
 def test_an_accelerate_loop_ends_with_the_same_adapter_on_both_ranks(results: Path) -> None:
     first, second = load(results, "accelerate_loop")
     assert first["world"] == second["world"] == 2

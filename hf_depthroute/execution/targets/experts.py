@@ -1,7 +1,7 @@
 """The target `"experts"`: the experts of an MoE block.
 
-Shapes: B batch, T positions, d model width, N tokens, K experts per token, E experts, P
-pairs.
+Shapes: B batch, T positions, d model width, N tokens, K experts per token, E experts, P pairs that
+are run.
 """
 
 from __future__ import annotations
