@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config.adapter import ConfigError
 from ..parts.gates import GATES
-from ..routing.stack import routed_now
+from ..routing.stack import configs_now, routed_layers
 
 _DRAFTING = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
 _BY_PARTS = ("prefill_chunk_size", *_DRAFTING)
@@ -42,7 +42,7 @@ def check_generation(
             prompt, on drafted tokens, or without a KV cache again at every step; or prompts alone
             are, and drafted tokens, or without a cache all that was generated, are read as one.
     """
-    configs = [routing.active_config() for routing in routed_now(model)]
+    configs = configs_now(routed_layers(model))
     if not configs:
         return
     settings = [

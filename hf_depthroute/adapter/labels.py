@@ -24,7 +24,7 @@ from ..base.lm_head import has_head, predicting
 from ..base.stack import STACK
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import document_starts
-from ..routing.stack import RoutedStack, routed_stack
+from ..routing.stack import RoutedStack, configs_now, routed_stack
 from ..routing.trace import run_in_full
 from .call_tokens import by_name, last_tokens_of, seen_by_head, token_mask_of
 
@@ -111,8 +111,8 @@ def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
 
 def _of_prompts_alone(stack: RoutedStack) -> DepthRouteConfig | None:
     """The configuration of an active adapter that routes prompts alone."""
-    active = [routing.active_config() for routing in stack.routed if routing.adapter() is not None]
-    return next((config for config in active if config.phases == "prefill"), None)
+    configs = configs_now(stack.routed)
+    return next((config for config in configs if config.phases == "prefill"), None)
 
 
 class _Entered(threading.local):
@@ -136,14 +136,18 @@ def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output
 
 
 def _concerns(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a pass is given labels and routes prompts alone; a compiler follows it."""
+    """Whether a pass is given labels and may route prompts alone; a compiler follows it.
+
+    Also with the adapter off: another thread may turn it on or off before the pass ends.
+    """
     labels = kwargs.get("labels")
     if labels is None and len(args) > 1:
         labels = by_name(model, args, kwargs).get("labels")
     if labels is None:
         return False
     (decoder,) = model.__dict__[_DECODER]
-    return _of_prompts_alone(getattr(decoder, STACK)) is not None
+    configs = getattr(decoder, STACK).routed[0].peft_configs.values()
+    return any(getattr(config, "phases", None) == "prefill" for config in configs)
 
 
 @torch.compiler.disable

@@ -4,7 +4,7 @@ and kept with the model's decoder."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch import nn
 
 from ..base.stack import Stack, kept_stack
+from ..config.adapter import DepthRouteConfig
 from .routing import Routing
 from .state import RunState
 
@@ -47,6 +48,15 @@ def routed_layers(model: nn.Module) -> tuple[Routing, ...]:
 def routed_now(model: nn.Module) -> list[Routing]:
     """The routings that an active adapter routes now, in layer order; empty if there is none."""
     return [routing for routing in routed_layers(model) if routing.adapter() is not None]
+
+
+def configs_now(routings: Iterable[Routing]) -> list[DepthRouteConfig]:
+    """The configurations by which these layers are routed now.
+
+    A layer is asked once: another thread may turn its adapter off meanwhile.
+    """
+    names = [(routing, routing.adapter()) for routing in routings]
+    return [routing.config(name) for routing, name in names if name is not None]
 
 
 def state_of(model: nn.Module) -> RunState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..base.lm_head import has_head
-from ..routing.stack import routed_now
+from ..routing.stack import configs_now, routed_layers
 
 
 def check_answers(trainer: Any) -> None:
@@ -21,7 +21,7 @@ def check_answers(trainer: Any) -> None:
     Raises:
         ValueError: The active adapter of its model routes prompts alone.
     """
-    configs = [routing.active_config() for routing in routed_now(trainer.model)]
+    configs = configs_now(routed_layers(trainer.model))
     if not any(config.phases == "prefill" for config in configs) or _gives_labels(trainer):
         return
     raise ValueError(

@@ -3,6 +3,7 @@ each gets what it gets alone."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import sys
@@ -26,8 +27,10 @@ from hf_depthroute import (
     set_phases,
     use_budget,
 )
+from hf_depthroute.adapter.generation import check_generation
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing import plan
+from hf_depthroute.routing.routing import Routing
 from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.state import RunSettings, RunState
 from hf_depthroute.routing.trace import full_depth
@@ -183,6 +186,38 @@ def test_a_change_of_the_model_beside_generations_raises_nothing_and_is_whole_in
         fresh.load_state_dict(model.state_dict())
         alone = {kind: request() for kind, request in requests_of(fresh).items() if kind in kinds}
     assert run_together(requests, alone) == []
+
+
+def test_adapters_that_are_turned_off_while_they_are_asked_about_raise_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As between two questions of `generate`, another thread's `disable_adapter`."""
+    model: Any = build_routed("llama", phases="prefill")
+    active = Routing.adapter
+    asked: list[Routing] = []
+
+    def turned_off(self: Routing) -> str | None:
+        asked.append(self)
+        return active(self) if asked.count(self) == 1 else None
+
+    monkeypatch.setattr(Routing, "adapter", turned_off)
+    check_generation(model, [tokens(1, 8)], {})
+    assert asked
+
+
+def test_a_pass_with_labels_whose_adapter_is_turned_off_leaves_no_settings() -> None:
+    """As in its middle, by another thread."""
+    model: Any = build_routed("llama", phases="prefill")
+    off = contextlib.ExitStack()
+    layer = routings_of(model)[0].depth_route_gate
+    handle = layer["default"].register_forward_hook(
+        lambda *given: off.enter_context(model.disable_adapter())
+    )
+    ids = tokens(1, 8)
+    model(input_ids=ids, labels=ids)
+    handle.remove()
+    off.close()
+    assert state_of(model).settings == RunSettings()
 
 
 def other_budget(model: Any, budget: float) -> None:
