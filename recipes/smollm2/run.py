@@ -378,14 +378,15 @@ class Run:
         )
         each = -(-steps * TRAINED // len(self.texts.fit))
         rows = torch.cat([pieces(rows, length)[:each] for rows in self.texts.fit.values()])
-        model = base(self.args.model, torch.bfloat16)
+        model = base(self.args.model, getattr(torch, self.args.train_dtype))
         model = PeftModel.from_pretrained(
             model, str(self.args.work / part.replace(" ", "-")), is_trainable=True
         )
         arguments = DepthRouteTrainingArguments(
             output_dir=str(folder), max_steps=steps, learning_rate=self.args.rate, warmup_steps=20,
             seed=seed, per_device_train_batch_size=TRAINED, logging_steps=20, save_steps=100,
-            save_total_limit=1, use_cpu=True, bf16=True, report_to="none", disable_tqdm=True,
+            save_total_limit=1, use_cpu=True, bf16=self.args.train_dtype == "bfloat16",
+            report_to="none", disable_tqdm=True,
             train_gates=False, lm_weight=0.0, distill_weight=1.0, util_weight=0.0, rank_weight=0.0,
             jepa_weight=0.0, budget_weight=0.0, alive_weight=0.0,
         )  # fmt: skip
@@ -487,6 +488,12 @@ def main() -> None:
     )
     parser.add_argument(
         "--rate", type=float, default=2e-4, help="of learning in these steps, at most"
+    )
+    parser.add_argument(
+        "--train-dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float32"],
+        help="of the base in these steps",
     )
     parser.add_argument(
         "--pruned", nargs="*", type=int, default=[6, 8], help="last blocks left out of prompts"
