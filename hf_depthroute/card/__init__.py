@@ -8,8 +8,7 @@ no figure in it was typed by hand.
 `hf-depthroute card` is the same from the command line.
 """
 
-from ..training.record import add_results
-from .measured import ResultError
+from .measured import ResultError, add_results
 from .page import make_card, write_card
 from .push import push_folder
 

@@ -12,9 +12,16 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from peft import get_peft_model_state_dict
+from torch import nn
+
+from ..adapter.files import tensors_hash
+from ..base.stack import unwrapped
 from ..evaluation.harness_scores import read_scores
 from ..evaluation.perplexity import BudgetRow
 from ..files.shown import OneLine
+from ..inference.calibration import active_routings
+from ..training.record import active_run
 from .escaping import hub_id
 from .facts import is_number
 
@@ -81,6 +88,26 @@ class Results:
     losses: list[Losses] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     benches: list[tuple[dict[str, object], list[Speed]]] = field(default_factory=list)
+
+
+def add_results(model: nn.Module, *results: object) -> None:
+    """Show these results in the cards that `save_pretrained` and `push_to_hub` of this model write.
+
+    A result without a hash of the weights is taken for one of the adapter as it is now.
+
+    Args:
+        model: A model with an active routed adapter.
+        *results: As for `make_card`: files of `eval --out` or `bench --out`, or what
+            `evaluate_budgets`, `evaluate_tasks` or `bench` returned for this adapter.
+
+    Raises:
+        ValueError: No routed adapter is active, or a result is none.
+    """
+    run = active_run(model)
+    name = active_routings(model)[0].active_name()
+    tensors = get_peft_model_state_dict(unwrapped(model), adapter_name=name)
+    now = {"weights_hash": tensors_hash(tensors)}
+    run.results += [r if isinstance(r, (str, Path)) else now | _plain(r) for r in results]
 
 
 def read_results(

@@ -68,23 +68,9 @@ class Run:
         return record
 
 
-def add_results(model: nn.Module, *results: object) -> None:
-    """Show these results in the cards that `save_pretrained` and `push_to_hub` of this model write.
-
-    Args:
-        model: A model with an active routed adapter.
-        *results: As for `make_card`: files of `eval --out` or `bench --out`, or what
-            `evaluate_budgets`, `evaluate_tasks` or `bench` returned for this adapter.
-
-    Raises:
-        ValueError: No routed adapter is active.
-    """
-    _active(model).results.extend(results)
-
-
 def remember_training(model: nn.Module, training: Mapping[str, object]) -> None:
     """Replace the record of the active adapter's training; earlier results are forgotten."""
-    run = _active(model)
+    run = active_run(model)
     run.training = dict(training)
     run.results.clear()
 
@@ -97,7 +83,7 @@ def remembered(model: nn.Module, adapter_name: str) -> Run:
 
 def record_of(model: nn.Module) -> dict[str, Any]:
     """The record of the active adapter's training; empty, of an adapter that was loaded."""
-    return _active(model).training or {}
+    return active_run(model).training or {}
 
 
 def training_record(
@@ -150,7 +136,12 @@ def _plain(value: object) -> float | str | None:
     return str(getattr(value, "value", value))
 
 
-def _active(model: nn.Module) -> Run:
+def active_run(model: nn.Module) -> Run:
+    """The run of the active adapter.
+
+    Raises:
+        ValueError: No routed adapter is active.
+    """
     routing = active_routings(model)[0]
     return cast(Run, routing.runs.setdefault(routing.active_name(), Run()))
 

@@ -368,6 +368,17 @@ def test_results_that_became_stale_do_not_stop_a_save(saved_adapter: Save) -> No
     peft.PeftModel.from_pretrained(build_base("llama"), folder)
 
 
+def test_what_was_measured_before_the_weights_changed_is_left_out(saved_adapter: Save) -> None:
+    model = build_routed("llama")
+    batch = {"input_ids": tokens(4, 12)}
+    add_results(model, evaluate_budgets(model, [batch], None, [0.5]))
+    assert "causal threshold" in make_card(model).text
+    calibrate(model, [{"input_ids": tokens(4, 12, seed=1)}])
+    with pytest.warns(UserWarning, match="result 1: was measured with other weights"):
+        folder = saved_adapter(model)
+    assert "causal threshold" not in (folder / "README.md").read_text()
+
+
 # Strangers
 
 
