@@ -95,10 +95,11 @@ def train_adapter(options: TrainOptions) -> None:
     with made(out):
         saves = run.arguments.save_strategy != "no"
         check_space(out, bytes_needed(model, run.tokenizer, checkpoints=saves))
-        log_history = _trained(run, model, checkpoint)
+        log_history, resumed_at = _trained(run, model, checkpoint)
         say("thresholds and losses ...")
         full_ratio, rows = _measured(run, model)
         record = _record_of(run, model, log_history, full_ratio, rows)
+        record["resumed_at"] = resumed_at
         save_adapter(out, model, run.tokenizer, record)
     if rows:
         dense = rows[0]
@@ -237,9 +238,9 @@ def _fitted(run: Run, base: torch.nn.Module, checkpoint: Path | None) -> PeftMod
     return model
 
 
-def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, Any]]:
+def _trained(run: Run, model: Any, checkpoint: Path | None) -> tuple[list[dict[str, Any]], int]:
     """Train, from `checkpoint` on if there is one (of the last step, it is only loaded);
-    what the Trainer logged."""
+    what the Trainer logged, and the step that it went on from."""
     # Checkpoints are saved with it.
     remember_training(model, record_of(model) | {ARGUMENTS: _arguments_of(run)})
     with refused("training arguments: ", ARGUMENT_ERRORS):
@@ -249,10 +250,12 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
         trainer = DepthRouteTrainer(
             model=model, args=run.arguments, train_dataset=run.blocks, data_collator=collator
         )
+    resumed_at = 0
     if checkpoint is None:
         trainer.train()
     else:
         state = trainer.state.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        resumed_at = state.global_step
         # The Trainer would take another step.
         if state.global_step >= run.arguments.max_steps:
             model.load_adapter(str(checkpoint), model.active_adapter, is_trainable=True)
@@ -264,7 +267,7 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
             raise CliError(
                 f"training diverged: {name} is not finite, nothing was saved; lower --lr", OTHER
             )
-    return list(trainer.state.log_history)
+    return list(trainer.state.log_history), resumed_at
 
 
 def _measured(run: Run, model: Any) -> tuple[dict[int, float], list[BudgetRow]]:

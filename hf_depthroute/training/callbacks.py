@@ -44,12 +44,14 @@ class RoutingCallback(TrainerCallback):
 
     objective: RoutingObjective  # while training runs, and `begun` is not 0
     begun = 0.0
+    resumed_at = 0  # the step that training went on from
     before: Mapping[str, Any] = MappingProxyType({})  # the record that training started with
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.begun = time.monotonic()
+        self.resumed_at = state.global_step
         config = active_routings(self.objective.model)[0].active_config()
         if state.is_world_process_zero:
             for line in unfinished_schedules(self.objective.arguments, config, state.max_steps):
@@ -65,7 +67,8 @@ class RoutingCallback(TrainerCallback):
         if not record_of(model):  # a checkpoint that was loaded has none
             remember_training(model, self.before)
         seconds = time.monotonic() - self.begun
-        remember_training(model, training_record(args, state, model, dataset, seconds))
+        record = training_record(args, state, model, dataset, seconds, self.resumed_at)
+        remember_training(model, record)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -87,14 +87,19 @@ def record_of(model: nn.Module) -> dict[str, Any]:
 
 
 def training_record(
-    args: TrainingArguments, state: TrainerState, model: nn.Module, dataset: Any, seconds: float
+    args: TrainingArguments,
+    state: TrainerState,
+    model: nn.Module,
+    dataset: Any,
+    seconds: float,
+    resumed_at: int,
 ) -> dict[str, Any]:
     """The record of a training so far, by its Trainer's arguments and state.
 
     The log's history is referred to, not copied. The Hub's id is read from `dataset` where
-    `datasets` noted it; `seconds` have passed since training began. A fact that cannot be found out
-    is left out. What is remembered of a fit that training started from, and of the options of its
-    command, stays.
+    `datasets` noted it; `seconds` have passed since training began, or went on at step
+    `resumed_at`. A fact that cannot be found out is left out. What is remembered of a fit that
+    training started from, and of the options of its command, stays.
     """
     before = record_of(model)
     names = (*_ARGUMENTS, *(field.name for field in fields(RoutingArguments)))
@@ -105,6 +110,7 @@ def training_record(
         "dataset": known(partial(_dataset_id, dataset)),
         "examples": known(partial(len, dataset)),
         "seconds": round(seconds, 1),
+        "resumed_at": resumed_at,
         "trainable_parameters": trainable_parameters(model),
         "log_history": state.log_history,
         "versions": versions(),

@@ -332,6 +332,7 @@ def test_resume_ends_where_an_uninterrupted_run_ends(
     assert "passed over checkpoint-4" in out and "going on from" in out and "checkpoint-2" in out
     assert weights(tmp_path / "out") == whole
     assert "--resume" not in record(tmp_path / "out")["command"]
+    assert "seconds, resumed at step `2`\n" in (tmp_path / "out" / "README.md").read_text()
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
