@@ -44,6 +44,7 @@ class Losses:
     blocks: int | None
     length: int | None
     rows: list[BudgetRow]
+    calibrated_on: str | None = None  # a split, for every budget; None: the adapter's thresholds
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,7 @@ def read_losses(content: Mapping[str, Any]) -> Losses:
         blocks=known("blocks", int),
         length=known("length", int),
         rows=rows,
+        calibrated_on=known("calibrate_on", str),
     )
 
 

@@ -237,6 +237,8 @@ def _facts(
         recorded = [losses.get(name) for name in ("dataset", "split", "blocks", "length")]
         text = "not recorded" if None in recorded else _text(*recorded)
         facts.append(("Text of the losses", text))
+        if (split := losses.get("calibrate_on")) is not None:
+            facts.append(("Thresholds of the losses", f"calibrated for them on split {split}"))
     if machine := timed.get("machine"):
         dtype = timed.get("setting", {}).get("dtype", "")
         facts.append(("Machine", f"{machine['device']}, {machine['threads']} threads, {dtype}"))

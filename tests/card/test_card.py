@@ -359,6 +359,12 @@ def test_results_name_their_phases(own: str, measured: str, saved_adapter: Save)
     assert result.metric_name == f"acc (budget 0.5{f', phases {measured}' if said else ''})"
 
 
+def test_results_with_thresholds_of_their_own_say_so(adapter: Path) -> None:
+    said = "the thresholds of every budget were calibrated for this on split `dev`"
+    assert said in make_card(adapter, [losses(calibrate_on="dev")]).text
+    assert "calibrated for this" not in make_card(adapter, [losses(calibrate_on=None)]).text
+
+
 def test_results_that_became_stale_do_not_stop_a_save(saved_adapter: Save) -> None:
     model = build_routed("llama")
     add_results(model, losses(weights_hash="sha256:0"))
