@@ -220,14 +220,17 @@ def _facts(
     timed: dict[str, Any],
 ) -> list[tuple[str, str]]:
     from ..files.versions import versions
+    from ..routing.description import patterns_words
 
     config = source.config
     size = sum(p.numel() for name, p in routed.named_parameters() if ".routing." not in name)
     base = f"{short_name(source.base)}, {routed.config.model_type}, {size:,} parameters"
-    what = f"gate {config.gate}, target {config.target}, per {config.granularity}"
-    adapter = f"{short_name(given.adapter)}: {what}"
+    what = [f"gate {config.gate}", f"target {config.target}", f"per {config.granularity}"]
     if not soft:
-        adapter += f", branch {config.branch}, trained at budget {config.budget:g}"
+        what += [f"branch {config.branch}", *patterns_words(config)]
+    if config.takes_budget():
+        what.append(f"budget {config.budget:g}")
+    adapter = f"{short_name(given.adapter)}: {', '.join(what)}"
     facts = [
         ("Base model", base),
         ("Adapter", adapter),

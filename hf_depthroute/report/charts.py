@@ -125,10 +125,10 @@ def loss_chart(report: RunReport) -> Chart:
         ("fixed", "the adapter's rule", "a", "s"),
         ("topk", "top-k (sees the future)", "b", "o"),
     ):
+        rows = [r for r in report.rows if r["rule"] == rule]
+        at = "" if rule == "fixed" else ", budget {:g}"
         points = [
-            _point(r["full_ratio"], r["loss"], f"{name}, budget {r['budget']:g}", 4)
-            for r in report.rows
-            if r["rule"] == rule
+            _point(r["full_ratio"], r["loss"], name + at.format(r["budget"]), 4) for r in rows
         ]
         found.append((name, kind, mark, points))
     ends = "; ".join(f"{row['loss']:.3f} at share {row['full_ratio']:.2f}" for row in report.routed)

@@ -212,6 +212,7 @@ def collect_tokens(
     decide as decoding did. Where prompts alone are routed, the first two thirds of any other sample
     are a prompt.
     """
+    follows = active_routings(model)[0].active_config().takes_budget()
     texts: list[dict[str, Any]] = [{"label": sample.label, "runs": []} for sample in samples]
     last: RouteTrace | None = None
     with restored(model):
@@ -237,7 +238,7 @@ def collect_tokens(
                     dense_loss=losses_by_position(dense, ids)[0],
                     prompt_length=read,
                 )
-                text["runs"].append(run | {"budget": float(budget)})
+                text["runs"].append(run | {"budget": float(budget) if follows else None})
     if last is None:
         raise ValueError("collect_tokens: there is no sample, or no budget")
     return {"layers": list(last), "texts": texts}

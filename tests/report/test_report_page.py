@@ -322,9 +322,8 @@ def test_the_speed_of_other_budgets_than_one_is_measured(folders, tmp_path, caps
 
 def test_an_adapter_without_budgets_gets_a_page(folders, tmp_path, capsys):
     _, text = folders
-    model = routed(
-        transformers.AutoModelForCausalLM.from_pretrained(folders[0].parent / "base"), threshold=0.0
-    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(folders[0].parent / "base")
+    model = routed(base, threshold=0.0, rank_pattern={1: 3})
     model.save_pretrained(tmp_path / "fixed")
     code, _, err = run(
         capsys, tmp_path / "fixed", "--dataset", text, "--length", 16, "--blocks", 2, "--no-speed"
@@ -332,6 +331,9 @@ def test_an_adapter_without_budgets_gets_a_page(folders, tmp_path, capsys):
     assert code == 0, err
     page = (tmp_path / "fixed" / "report" / "report.html").read_text()
     assert "<span>fixed</span>" in page and "not measured" in page
+    assert "branch lowrank, rank 3 in 1</dd>" in page  # what layers have of their own, no budget
+    assert "budget 0.5" not in page and '"budget":0.5' not in page
+    assert '<th scope="row">0.5</th>' not in page
 
 
 def test_of_prompts_alone_the_page_is_about_the_text_behind_them(folders, tmp_path, capsys):
