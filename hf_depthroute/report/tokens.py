@@ -186,7 +186,9 @@ def _layer_data(index: int, record: RouteRecord, row: int, real: torch.Tensor) -
 def _picked(values: Sequence[float] | None, kept: list[int]) -> list[float | None]:
     if values is None:
         return [None] * len(kept)
-    return [round(values[p], 4) if math.isfinite(values[p]) else None for p in kept]
+    # What stands before the first token is padding, which predicts nothing.
+    found = [round(values[p], 4) if math.isfinite(values[p]) else None for p in kept[1:]]
+    return [None, *found][: len(kept)]
 
 
 def text_pieces(

@@ -100,6 +100,8 @@ def test_the_view_holds_the_trace(fields):
         None,
         *(round(v, 4) for v in expected.tolist()),
     ]
+    padded = view.data["texts"][1]["runs"][0]["loss"]
+    assert padded[0] is None and None not in padded[1:]  # padding predicts nothing
 
 
 def test_the_view_shows_what_decoding_ran_in_full_where_only_prompts_are_routed():
