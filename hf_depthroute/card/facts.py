@@ -31,7 +31,9 @@ from ..routing.thresholds import ScoreQuantiles
 TRAINING_NAME = "training.json"
 _MAX_BYTES = 16 << 20
 _MAX_DEPTH = 32
-_QUANTILES = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.(values|updates)$")
+_THRESHOLDS = re.compile(
+    r"(\d+)\.routing\.depth_route_(quantiles\.values|quantiles\.updates|controller\.threshold)$"
+)
 _BUFFER = re.compile(r"\.routing\.depth_route_(quantiles|controller|target)\.")
 # Do not change what the adapter does.
 _PASSING = ("weights_hash", "library_version", "inference_mode")
@@ -50,6 +52,14 @@ class Facts:
     calibrated: bool | None  # whether the quantiles of its scores have seen text
     weights_hash: str | None
     training: Mapping[str, Any]  # the record of the run, as in `training.json`
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """The shares that ran full in calibration, by layer, of thresholds that still hold."""
+        now = {str(layer): threshold for layer, threshold in self.thresholds.items()}
+        if self.training.get("thresholds") not in (None, now):
+            return {}
+        return self.training.get("calibrated_full_ratio") or {}
 
     @property
     def digest(self) -> str:
@@ -127,12 +137,15 @@ def _thresholds(
         recorded = {int(i): float(score) for i, score in (training.get("thresholds") or {}).items()}
         return recorded, bool(recorded) or None
     thresholds = {}
+    controlled = {}
     calibrated = True
     for name, value in tensors.items():
-        found = _QUANTILES.search(name)
+        found = _THRESHOLDS.search(name)
         if found is None or int(found[1]) in (config.static_layers or ()):
             continue
-        if found[2] == "updates":
+        if found[2] == "controller.threshold":
+            controlled[int(found[1])] = float(value)
+        elif found[2] == "quantiles.updates":
             calibrated = calibrated and bool(value)
         else:
             table = ScoreQuantiles(1.0)
@@ -140,7 +153,7 @@ def _thresholds(
             thresholds[int(found[1])] = float(table(config.budget))
     if config.inference_rule != "threshold":
         return {}, calibrated
-    return dict(sorted(thresholds.items())), calibrated
+    return dict(sorted((thresholds | controlled).items())), calibrated
 
 
 def read_training(folder: Path) -> dict[str, object]:

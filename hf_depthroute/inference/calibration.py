@@ -189,8 +189,13 @@ def set_budget(model: nn.Module, budget: float) -> None:
         _adopt(_budgeted_routings(model), budget)
 
 
-def _adopt(routings: Iterable[Routing], budget: float) -> None:
-    """Make `budget` the adapter's, and its thresholds those of the controllers."""
+def _adopt(routings: Sequence[Routing], budget: float) -> None:
+    """Make `budget` the adapter's, and its thresholds those of the controllers.
+
+    What training moved theirs to stays where the budget is the adapter's already.
+    """
+    if budget == routings[0].active_config().budget:
+        return
     for routing in routings:
         routing.active_config().budget = budget
         if (controller := routing.active_controller()) is not None:
@@ -242,7 +247,7 @@ def thresholds(model: nn.Module) -> dict[int, float]:
     config = routings[0].active_config()
     if not config.takes_budget() or config.inference_rule != "threshold":
         return {}
-    return {h.layer_index: float(h.active_quantiles()(h.budget())) for h in routings}
+    return {h.layer_index: float(h.threshold(h.active_name(), h.budget())) for h in routings}
 
 
 def active_routings(model: nn.Module) -> list[Routing]:

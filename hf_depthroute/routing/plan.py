@@ -19,7 +19,7 @@ from ..parts.gates import GATES
 from ..parts.rules import RULES
 from ..parts.targets import TARGETS, TargetTraits
 from .misuse import warn_of_thresholds
-from .thresholds import BudgetController, Expected, ScoreQuantiles
+from .thresholds import Expected, ScoreQuantiles
 
 if TYPE_CHECKING:
     from .routing import Routing
@@ -254,9 +254,7 @@ def _threshold_of(routing: Routing, name: str, asked: Asked, budget: float) -> t
         return asked.fixed_threshold
     if budget >= 1.0:
         return -torch.inf
-    if name in routing.depth_route_controller and routing.state.settings.budget is None:
-        return cast(BudgetController, routing.depth_route_controller[name]).threshold.clone()
-    return cast(ScoreQuantiles, routing.depth_route_quantiles[name])(budget)
+    return routing.threshold(name, budget)
 
 
 def _rule_of(

@@ -213,6 +213,13 @@ class Routing(nn.Module, BaseTunerLayer):
         controller = self.depth_route_controller._modules.get(self.active_name())
         return cast("BudgetController | None", controller)
 
+    def threshold(self, name: str, budget: float) -> torch.Tensor:
+        """The score that inference compares with: the controller's, or the table's where there is
+        no controller, or where a thread has a budget of its own."""
+        if name in self.depth_route_controller and self.state.settings.budget is None:
+            return cast(BudgetController, self.depth_route_controller[name]).threshold.clone()
+        return cast(ScoreQuantiles, self.depth_route_quantiles[name])(budget)
+
     def experts_of(self, layer: nn.Module) -> nn.Module:
         """The fused experts of the decoder layer."""
         return cast(nn.Module, getattr(getattr(layer, self.family.ffn), self.family.experts))

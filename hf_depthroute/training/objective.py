@@ -262,7 +262,7 @@ class RoutingObjective:
             self._load[index] = self._load.get(index, 0) + _full_and_seen(record.mask, record.real)
             self._budgets[index] = record.budget
         if config.takes_budget():
-            full = record.scores >= routing.active_quantiles()(config.budget)
+            full = record.scores >= routing.threshold(routing.active_name(), config.budget)
             self._full[index] = self._full.get(index, 0) + _full_and_seen(full, record.real)
 
     def note_shares(self) -> None:

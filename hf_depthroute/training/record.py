@@ -58,13 +58,15 @@ class Run:
         training = before
         if self.training is not None:
             training = self.training
-        record: dict[str, object] = dict(training or {})
+        record: dict[str, Any] = dict(training or {})
         shares = {}
         for routing in (h for h in routings_of(model) if adapter_name in h.depth_route_quantiles):
             measured = cast(ScoreQuantiles, routing.depth_route_quantiles[adapter_name]).measured
             if measured is not None and measured.budget == routing.config(adapter_name).budget:
                 shares[str(routing.layer_index)] = measured.full_ratio
                 record |= {"calibrated_full_ratio": shares, "calibrated_in": measured.where}
+        if shares:
+            record.pop("thresholds", None)  # of the shares before
         return record
 
 

@@ -26,6 +26,7 @@ from hf_depthroute import (
     DepthRouteConfig,
     calibrate,
     get_depth_routed_model,
+    record_routes,
     set_budget,
 )
 from hf_depthroute.card import ResultError, add_results, make_card, write_card
@@ -192,6 +193,24 @@ def test_thresholds_are_those_that_inference_compares_with(saved_adapter: Save) 
     assert "| budget | 0.25 of the calls in " in card.text
 
 
+def test_what_a_controller_learnt_is_what_is_told_and_measured(tmp_path: Path) -> None:
+    config = DepthRouteConfig(layers=[1, 3], budget=0.5, selection="controller")
+    model = get_depth_routed_model(build_base("llama"), config)
+    trainer, _ = make_trainer(model, rows(32, length=32), tmp_path, controller_step=0.05)
+    trainer.train()
+    model.eval()
+    batch = {"input_ids": tokens(4, 16)}
+    with record_routes(model) as trace, torch.no_grad():
+        own = model(**batch, labels=batch["input_ids"]).loss
+    compared = {layer: float(record.threshold) for layer, record in trace.items()}
+    assert hf_depthroute.inference.calibration.thresholds(model) == compared
+    card = make_card(model)
+    assert all(table_row(card, str(i))[1] == f"{value:.4f}" for i, value in compared.items())
+    assert evaluate_budgets(model, [batch], None, [0.5])[-1].loss == pytest.approx(float(own))
+    set_budget(model, 0.5)  # it is so already
+    assert hf_depthroute.inference.calibration.thresholds(model) == compared
+
+
 def test_thresholds_of_an_untrained_router_are_called_so(saved_adapter: Save) -> None:
     untrained = get_depth_routed_model(build_base("llama"), DepthRouteConfig())
     assert "**not calibrated**" in (saved_adapter(untrained) / "README.md").read_text()
@@ -295,6 +314,21 @@ def test_the_card_of_a_training_says_what_its_thresholds_let_run(tmp_path: Path)
     model.save_pretrained(tmp_path / "adapter")
     wanted = ["share full in calibration", *(f"{ratio:.1%}" for ratio in ratios.values())]
     assert shares((tmp_path / "adapter" / "README.md").read_text()) == wanted
+
+
+def test_recorded_shares_are_of_the_thresholds_that_were_recorded(saved_adapter: Save) -> None:
+    model = build_routed("llama", layers=[1, 3])
+    calibrate(model, [{"input_ids": tokens(4, 16)}])
+    values = hf_depthroute.inference.calibration.thresholds(model)
+    record = {
+        "thresholds": {str(layer): value for layer, value in values.items()},
+        "calibrated_full_ratio": {"1": 0.5, "3": 0.5},
+    }
+    _, *found = shares(str(make_card(saved_adapter(model), training=record)))
+    assert found == ["50.0%", "50.0%"]
+    set_budget(model, 0.25)
+    _, *found = shares(str(make_card(saved_adapter(model), training=record)))
+    assert found == ["not recorded", "not recorded"]
 
 
 def test_the_same_adapter_gives_the_same_card(adapter: Path, tmp_path: Path) -> None:
