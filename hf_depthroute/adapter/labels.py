@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from ..base.stack import STACK
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import document_starts
 from ..routing.stack import RoutedStack, configs_now, routed_stack
+from ..routing.state import RunState
 from ..routing.trace import run_in_full
 from .call_tokens import by_name, last_tokens_of, seen_by_head, token_mask_of
 
@@ -56,13 +57,16 @@ def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
 
     Without labels of tokens, as of a classifier, it is the last tokens of every sequence.
     """
+    stack = routed_stack(model)
+    if stack is None:
+        return nullcontext()
+    _leave(stack.state)
     labels = None
     if isinstance(inputs, Mapping):
         labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor):
         return nullcontext()
-    stack = routed_stack(model)
-    if stack is None or stack.state.settings.in_full is not None:  # a caller has said so
+    if stack.state.settings.in_full is not None:  # a caller has said so
         return nullcontext()
     config = _of_prompts_alone(stack)
     ids = inputs.get("input_ids")
@@ -116,49 +120,54 @@ def _of_prompts_alone(stack: RoutedStack) -> DepthRouteConfig | None:
 
 
 class _Entered(threading.local):
-    """The passes of a thread that have begun, and have to leave what `as_served` made."""
+    """What `as_served` made for the passes that a thread has begun, by the settings of the model.
+
+    Passes of one model do not run inside each other. What is still there when the next one begins
+    is of a pass that Ctrl-C ended: PyTorch calls no hook then.
+    """
 
     def __init__(self) -> None:
-        self.passes: list[AbstractContextManager[None]] = []
+        self.passes: dict[RunState, AbstractContextManager[None]] = {}
 
 
 _entered = _Entered()
 
 
 def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if _concerns(model, args, kwargs):
+    if _entered.passes or _concerns(model, args, kwargs):
         _enter(model, args, kwargs)
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if _concerns(model, args, kwargs):
-        _leave()
+    if _entered.passes:  # whatever the adapter's phases are by now
+        _leave(_stack_in(model).state)
 
 
 def _concerns(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a pass is given labels and may route prompts alone; a compiler follows it.
-
-    Also with the adapter off: another thread may turn it on or off before the pass ends.
-    """
+    """Whether a pass is given labels and may route prompts alone; a compiler follows it."""
     labels = kwargs.get("labels")
     if labels is None and len(args) > 1:
         labels = by_name(model, args, kwargs).get("labels")
     if labels is None:
         return False
-    (decoder,) = model.__dict__[_DECODER]
-    configs = getattr(decoder, STACK).routed[0].peft_configs.values()
+    configs = _stack_in(model).routed[0].peft_configs.values()
     return any(getattr(config, "phases", None) == "prefill" for config in configs)
+
+
+def _stack_in(model: nn.Module) -> RoutedStack:
+    (decoder,) = model.__dict__[_DECODER]
+    return cast(RoutedStack, getattr(decoder, STACK))
 
 
 @torch.compiler.disable
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _entered.passes.append(nullcontext())  # left also where the next line fails
     served = as_served(model, by_name(model, args, kwargs))
     served.__enter__()
-    _entered.passes[-1] = served
+    _entered.passes[_stack_in(model).state] = served
 
 
 @torch.compiler.disable
-def _leave() -> None:
-    if _entered.passes:
-        _entered.passes.pop().__exit__(None, None, None)
+def _leave(state: RunState) -> None:
+    served = _entered.passes.pop(state, None)
+    if served is not None:
+        served.__exit__(None, None, None)

@@ -3,7 +3,6 @@ each gets what it gets alone."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import sys
@@ -205,19 +204,45 @@ def test_adapters_that_are_turned_off_while_they_are_asked_about_raise_nothing(
     assert asked
 
 
-def test_a_pass_with_labels_whose_adapter_is_turned_off_leaves_no_settings() -> None:
-    """As in its middle, by another thread."""
+def at_its_middle(model: Any, act: Callable[[], object]) -> Any:
+    """A handle; until it is removed, `act` is called when the first gate of a pass has run."""
+    gate = routings_of(model)[0].depth_route_gate["default"]
+    return gate.register_forward_hook(lambda *given: act() and None)
+
+
+def turn_off(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def route_all(model: Any) -> None:
+    set_phases(model, "all")
+
+
+@pytest.mark.parametrize("change", [turn_off, route_all])
+def test_a_pass_with_labels_leaves_no_settings(change: Callable[[Any], None]) -> None:
+    """Another thread turns the adapter off in its middle, or makes it route all tokens."""
     model: Any = build_routed("llama", phases="prefill")
-    off = contextlib.ExitStack()
-    layer = routings_of(model)[0].depth_route_gate
-    handle = layer["default"].register_forward_hook(
-        lambda *given: off.enter_context(model.disable_adapter())
-    )
     ids = tokens(1, 8)
-    model(input_ids=ids, labels=ids)
-    handle.remove()
-    off.close()
+    with at_its_middle(model, lambda: change(model)):
+        model(input_ids=ids, labels=ids)
     assert state_of(model).settings == RunSettings()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_pass_with_labels_that_is_interrupted_leaves_the_next_one_alone() -> None:
+    """PyTorch calls a module's hooks after an error, but not after Ctrl-C."""
+    model: Any = build_routed("llama", phases="prefill")
+    expected, ids = logits(model), tokens(1, 8)
+    loss = model(input_ids=ids, labels=ids).loss
+    for following in (lambda: logits(model), lambda: model(input_ids=ids, labels=ids).loss):
+        with at_its_middle(model, interrupt), pytest.raises(KeyboardInterrupt):
+            model(input_ids=tokens(3, 5), labels=tokens(3, 5))
+        found = following()
+        assert torch.equal(found, expected if found.ndim else loss)
+        assert state_of(model).settings == RunSettings()
 
 
 def other_budget(model: Any, budget: float) -> None:
