@@ -15,15 +15,15 @@ from torch import nn
 from ..base.cache import starts_prompt
 from ..base.contexts import remove_hooks
 from ..base.stack import STACK, Stack, stack_of
-from ..config.adapter import ConfigError, DepthRouteConfig
+from ..config.adapter import ConfigError
 from ..execution.context import CONTEXT, ForwardContext, Step
 from ..execution.costs import unrouted_steps
 from ..execution.decode import decodes, run_base
 from ..execution.executors import decode_steps
 from ..execution.layer import routed_forward
 from ..routing.misuse import warn_of_training
-from ..routing.routing import ROUTING, Routing
-from ..routing.stack import RoutedStack
+from ..routing.routing import ROUTING
+from ..routing.stack import RoutedStack, adapters_now
 from .call_tokens import (
     by_name,
     inputs_of,
@@ -81,8 +81,10 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         _handed_down.set(None)
     if inputs is None:
         return None
-    # Asked once: another thread may turn the adapter off, or another one on.
-    active = _active(stack)
+    # Asked once, for the whole pass: another thread may turn the adapter off, or another one on.
+    named = adapters_now(stack.routed)
+    active = {routing: routing.config(name) for routing, name in named.items()}
+    adapters = {routing.layer_index: name for routing, name in named.items()}
     if splits_a_packed_row(active.values(), inputs, kwargs):
         raise ConfigError(
             "granularity='sequence' and causal_rule='running' decide by a row, and this row holds "
@@ -105,11 +107,11 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if any(config.has_memory for config in active.values()):
         ids, starts = token_ids_of(inputs, kwargs)
     if last is None and decodes(decoder, inputs) and (real is None or real.all()):
-        steps = decode_steps(stack.layers, inputs.shape[0])
-    unrouted = unrouted_steps(stack.layers, inputs, kwargs)
+        steps = decode_steps(stack.layers, inputs.shape[0], adapters)
+    unrouted = unrouted_steps(stack.layers, inputs, kwargs, adapters)
     if unrouted and not any(routing.state.settings.recorders for routing in active):
         steps = dict.fromkeys(unrouted, run_base)
-    context = ForwardContext(real, last, ids, starts, steps, unrouted)
+    context = ForwardContext(adapters, real, last, ids, starts, steps, unrouted)
     if not family.passes_keywords:
         _handed_down.set(context)
         return None
@@ -119,12 +121,6 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pre-hook of layers whose stack keeps its keywords; the first, so that others see them."""
     return args, {**kwargs, CONTEXT: _handed_down.get()}
-
-
-def _active(stack: RoutedStack) -> dict[Routing, DepthRouteConfig]:
-    """The routings of the layers that are routed now, each with its adapter's configuration."""
-    named = [(routing, routing.adapter()) for routing in stack.routed]
-    return {routing: routing.config(name) for routing, name in named if name is not None}
 
 
 @functools.cache

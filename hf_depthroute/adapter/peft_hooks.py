@@ -9,8 +9,9 @@ stages and renames. `get_peft_model_state_dict` adds embeddings that were resize
 takes over the config of an adapter that has its name, and switches its `modules_to_save` off; here
 it is refused. `get_peft_model` chooses a class by the task; here the model says its task where the
 configuration does not. `set_adapter` goes from layer to layer; here two threads that call it take
-turns. `generate` runs with any settings; here a routed model refuses those that would change a
-decision. All are wrapped once, on import; adapters of other methods pass through unchanged.
+turns. `disable_adapter` puts back what it found; here blocks that overlap end together. `generate`
+runs with any settings; here a routed model refuses those that would change a decision. All are
+wrapped once, on import; adapters of other methods pass through unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from transformers.integrations import PeftAdapterMixin
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.shown import say
 from ..routing.description import routed_lines
-from ..routing.stack import one_change, routed_layers
+from ..routing.stack import one_switch, routed_layers, routed_stack
 from .base_check import check_base
 from .checks import add_of_same_method
 from .files import CONFIG_NAME, PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError
@@ -60,8 +61,10 @@ def install() -> None:
     wrap(PeftModel, "from_pretrained", _from_pretrained)
     wrap(PeftModel, "load_adapter", _load_adapter)
     wrap(PeftModel, "add_adapter", add_of_same_method)
-    for owner in (PeftModel, PeftAdapterMixin):
-        wrap(owner, "set_adapter", _in_turn)
+    wrap(PeftModel, "set_adapter", _in_turn)
+    wrap(PeftModel, "disable_adapter", _turned_off)
+    for name in ("set_adapter", "disable_adapters", "enable_adapters"):
+        wrap(PeftAdapterMixin, name, _in_turn)
     wrap(PeftAdapterMixin, "load_adapter", _load_natively)
     wrap(GenerationMixin, "generate", checked_generate)
     wrap(PeftModel, "print_trainable_parameters", _print_trainable_parameters)
@@ -91,8 +94,32 @@ def wrap(owner: Any, name: str, around: Callable[..., object]) -> None:
 
 
 def _in_turn(change: Any, self: Any, *args: Any, **kwargs: object) -> Any:
-    with one_change(self):
+    with one_switch(self):
         return change(self, *args, **kwargs)
+
+
+@contextmanager
+def _turned_off(disable: Any, self: Any) -> Iterator[None]:
+    """`PeftModel.disable_adapter`; of blocks that overlap, the last to end turns adapters on.
+
+    PEFT's own does so at the end of the first, inside the others; or never, where a block began at
+    that moment.
+    """
+    stack = routed_stack(self)
+    if stack is None:
+        with disable(self):
+            yield
+        return
+    blocks = stack.state.turned_off
+    with one_switch(self):
+        block = disable(self)
+        block.__enter__()
+        blocks.append(block)
+    try:
+        yield
+    finally:
+        with one_switch(self):
+            blocks.pop().__exit__(None, None, None)
 
 
 def _print_trainable_parameters(count: Any, self: Any) -> None:

@@ -23,7 +23,7 @@ from ..parts.gate import default_hidden
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from ..routing.routing import ROUTING, Routing
-from ..routing.stack import RoutedStack
+from ..routing.stack import RoutedStack, one_switch
 from ..routing.state import RunState
 from ..routing.trace import full_depth
 from .base_check import describe_base
@@ -207,12 +207,13 @@ class DepthRouteModel(BaseTuner):
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters and their copies; other methods' copies stay as they are."""
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
-        for routing in self._routings():
-            routing.set_adapter(names, inference_mode=inference_mode)
-        configs = self.peft_config.items()
-        routed = {name for name, config in configs if isinstance(config, DepthRouteConfig)}
-        set_copies(self.model, routed, names, inference_mode)
-        self.active_adapter = adapter_name
+        with one_switch(self.model):
+            for routing in self._routings():
+                routing.set_adapter(names, inference_mode=inference_mode)
+            configs = self.peft_config.items()
+            routed = {name for name, config in configs if isinstance(config, DepthRouteConfig)}
+            set_copies(self.model, routed, names, inference_mode)
+            self.active_adapter = adapter_name
 
     def unload(self) -> nn.Module:
         """Remove every routed adapter; the model is as before injection, other methods included."""
@@ -233,16 +234,18 @@ class DepthRouteModel(BaseTuner):
 
     def disable_adapter_layers(self) -> None:
         """Turn the adapters off; which of the base modules' copies train is remembered."""
-        if self._copies_train is None:
-            self._copies_train = copies_that_train(self.model, set(self.peft_config))
-        super().disable_adapter_layers()
+        with one_switch(self.model):
+            if self._copies_train is None:
+                self._copies_train = copies_that_train(self.model, set(self.peft_config))
+            super().disable_adapter_layers()
 
     def enable_adapter_layers(self) -> None:
         """Turn the adapters on again; unlike PEFT's own, it leaves frozen copies frozen."""
-        super().enable_adapter_layers()
-        for parameter, trained in self._copies_train or ():
-            parameter.requires_grad_(trained)
-        self._copies_train = None
+        with one_switch(self.model):
+            super().enable_adapter_layers()
+            for parameter, trained in self._copies_train or ():
+                parameter.requires_grad_(trained)
+            self._copies_train = None
 
     def merge_adapter(self, *args: object, **kwargs: object) -> None:
         self.merge_and_unload()

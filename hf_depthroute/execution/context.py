@@ -33,6 +33,8 @@ class ForwardContext:
     Passes never share one.
 
     Attributes:
+        adapters: The adapter of each layer that is routed in this pass, by layer index; None: those
+            that are active when a layer runs. Another thread may switch them meanwhile.
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
         last_tokens: Bool `[B, T]`, the tokens that `phases="prefill"` runs full; None without it.
         token_ids: Int64 `[B, T]`; None if no active adapter reads them.
@@ -47,6 +49,7 @@ class ForwardContext:
             looks some up makes them for all.
     """
 
+    adapters: Mapping[int, str] | None = None
     token_mask: Tensor | None = None
     last_tokens: Tensor | None = None
     token_ids: Tensor | None = None

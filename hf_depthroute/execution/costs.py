@@ -87,13 +87,17 @@ def chosen_flops(routing: Routing, shape: Sequence[int], budget: float) -> float
 
 
 def unrouted_steps(
-    layers: Iterable[nn.Module], inputs: Tensor, kwargs: Mapping[str, object]
+    layers: Iterable[nn.Module],
+    inputs: Tensor,
+    kwargs: Mapping[str, object],
+    adapters: Mapping[int, str],
 ) -> frozenset[nn.Module] | None:
     """The layers in which routing this decoding step would take longer than it can save;
     None if there is none.
 
     A step that goes on with a growing KV cache, on a GPU. One with a static cache may be captured,
-    and stays routed. `inputs` `[B, T, ...]` and `kwargs` are what the decoder stack is called with.
+    and stays routed. `inputs` `[B, T, ...]` and `kwargs` are what the decoder stack is called with,
+    `adapters` those of its routed layers.
     """
     if inputs.shape[1] != 1 or torch.is_grad_enabled() or not is_launched(inputs):
         return None
@@ -104,15 +108,17 @@ def unrouted_steps(
     unrouted = {
         layer: routing
         for layer, routing in held
-        if routing is not None and _is_unpaid(layer, routing, inputs)
+        if routing is not None and _is_unpaid(layer, routing, inputs, adapters)
     }
     for routing in unrouted.values():
         _say_once(routing)
     return frozenset(unrouted) or None
 
 
-def _is_unpaid(layer: nn.Module, routing: Routing, inputs: Tensor) -> bool:
-    plan = routing.plan(False, (inputs.shape[0], 1))
+def _is_unpaid(
+    layer: nn.Module, routing: Routing, inputs: Tensor, adapters: Mapping[int, str]
+) -> bool:
+    plan = routing.plan(False, (inputs.shape[0], 1), adapters=adapters)
     if plan is None or not plan.by_token or plan.gate.static or plan.executor != "auto":
         return False
     if plan.replayed is not None or plan.gate.exits or plan.adapter in routing.depth_route_memory:

@@ -11,7 +11,7 @@ stands in for `run`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -167,9 +167,11 @@ def check_executor(name: str) -> None:
         raise ValueError(f"executor={name!r} must be one of: {', '.join(('auto', *EXECUTORS))}")
 
 
-def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:
+def decode_steps(
+    layers: Iterable[nn.Module], batch: int, adapters: Mapping[int, str]
+) -> dict[nn.Module, Step]:
     """The steps of one new token of each of `batch` sequences, of the layers that have one: of the
-    row that a plan names, or of the first with one.
+    row that a plan names, or of the first with one. `adapters` are those of the routed layers.
 
     Raises:
         ValueError: There is no such row.
@@ -179,15 +181,17 @@ def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Ste
         routing = cast("Routing | None", layer._modules.get(ROUTING))
         step: Step | None = run_base
         if routing is not None:
-            step = _step_of(layer, routing, batch)
+            step = _step_of(layer, routing, batch, adapters)
         if step is not None:
             steps[layer] = step
     return steps
 
 
-def _step_of(layer: nn.Module, routing: Routing, batch: int) -> Step | None:
+def _step_of(
+    layer: nn.Module, routing: Routing, batch: int, adapters: Mapping[int, str]
+) -> Step | None:
     """None if the general forward pass has to run."""
-    plan = routing.plan(False, (batch, 1))
+    plan = routing.plan(False, (batch, 1), adapters=adapters)
     if plan is None:
         return run_base
     if plan.recorders:

@@ -57,7 +57,8 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         # inference does.
         trains = layer.training and torch.is_grad_enabled()
         batch, length = hidden_states.shape[:2]
-        plan = routing.plan(trains, (batch, length), context.last_tokens, context.kept)
+        given = context.last_tokens, context.kept, context.adapters
+        plan = routing.plan(trains, (batch, length), *given)
     if routing is None or plan is None:
         return _outputs(layer, None, context, hidden_states, kwargs)[0]
     if context.unrouted is not None and layer in context.unrouted:

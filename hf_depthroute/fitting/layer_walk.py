@@ -92,7 +92,7 @@ class LayerWalk:
         calls = []
         for h, of_batch, real, (ids, starts) in zip(states, self._given, self.real, self._text):
             h, given = send_to_device((h, of_batch[index]), device)
-            context = ForwardContext(real, token_ids=ids, starts=starts)
+            context = ForwardContext(token_mask=real, token_ids=ids, starts=starts)
             calls.append(routed_call(layer, plan, h, context, dict(given), decides=False))
         return calls
 

@@ -122,6 +122,7 @@ def plan_of(
     rows: tuple[int, int] = (0, 0),
     last_tokens: torch.Tensor | None = None,
     kept: Kept | None = None,
+    adapters: Mapping[int, str] | None = None,
 ) -> RoutePlan | None:
     """How a forward pass routes; None when it runs as the base does.
 
@@ -135,8 +136,10 @@ def plan_of(
         last_tokens: Bool `[B, T]`, the last tokens of every sequence. With `phases="prefill"` they
             run in full.
         kept: The tokens that have not left early in this forward pass.
+        adapters: The adapter of each layer that is routed in this pass, by layer index; None: those
+            that are active now.
     """
-    name = routing.adapter()
+    name = routing.adapter() if adapters is None else adapters.get(routing.layer_index)
     if name is None:
         return None
     config = routing.config(name)

@@ -4,11 +4,12 @@ and kept with the model's decoder."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from ..base.stack import Stack, kept_stack
@@ -47,16 +48,27 @@ def routed_layers(model: nn.Module) -> tuple[Routing, ...]:
 
 def routed_now(model: nn.Module) -> list[Routing]:
     """The routings that an active adapter routes now, in layer order; empty if there is none."""
-    return [routing for routing in routed_layers(model) if routing.adapter() is not None]
+    return list(adapters_now(routed_layers(model)))
 
 
-def configs_now(routings: Iterable[Routing]) -> list[DepthRouteConfig]:
-    """The configurations by which these layers are routed now.
+def adapters_now(routings: Sequence[Routing]) -> dict[Routing, str]:
+    """Those of a model's layers that are routed now, in layer order, each with its adapter's name.
 
-    A layer is asked once: another thread may turn its adapter off meanwhile.
+    Each is asked once, and none while another thread switches from one adapter to another.
     """
-    names = [(routing, routing.adapter()) for routing in routings]
-    return [routing.config(name) for routing, name in names if name is not None]
+    if not routings:
+        return {}
+    lock: AbstractContextManager[object] = routings[0].state.switching
+    if torch.compiler.is_compiling():  # knows no locks
+        lock = nullcontext()
+    with lock:
+        names = [(routing, routing.adapter()) for routing in routings]
+    return {routing: name for routing, name in names if name is not None}
+
+
+def configs_now(routings: Sequence[Routing]) -> list[DepthRouteConfig]:
+    """The configurations by which these layers are routed now."""
+    return [routing.config(name) for routing, name in adapters_now(routings).items()]
 
 
 def state_of(model: nn.Module) -> RunState:
@@ -91,6 +103,14 @@ def one_change(model: nn.Module) -> AbstractContextManager[object]:
     if stack is None:
         return nullcontext()
     return stack.state.changing
+
+
+@contextmanager
+def one_switch(model: nn.Module) -> Iterator[None]:
+    """The same for a change of what adapters are on: a forward pass that begins meanwhile waits."""
+    stack = routed_stack(model)
+    with one_change(model), nullcontext() if stack is None else stack.state.switching:
+        yield
 
 
 def in_turn(change: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

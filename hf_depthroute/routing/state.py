@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -70,6 +70,9 @@ class RunState:
         scheduled_budget: The budget in training, while a schedule runs; of all threads.
         scheduled_temperature: The same for `tau`.
         changing: Held by the thread that changes the model (`stack.one_change`).
+        switching: Held by the thread that goes from layer to layer to switch adapters, and by one
+            that asks the layers for theirs (`stack.adapters_now`); never during a forward pass.
+        turned_off: PEFT's `disable_adapter()` blocks that are open, in all threads.
         gather_costs: `execution.costs.GatherCosts` that `tune_execution` measured; None before.
         told_of_steps: Whether it was said that decoding steps run in full
             (`execution.costs.unrouted_steps`).
@@ -79,6 +82,8 @@ class RunState:
         self.scheduled_budget: float | None = None
         self.scheduled_temperature: float | None = None
         self.changing = threading.RLock()
+        self.switching = threading.RLock()
+        self.turned_off: list[AbstractContextManager[None]] = []
         self.gather_costs: Any = None
         self.told_of_steps = False
         self._thread = _OfThread()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build_routed, logits, tokens
+from models import build_routed, decoder_layers, logits, tokens
 from request_kinds import ROUTED, build, generated, requests_of, run_together
 from training import make_trainer, rows, step_logs
 
@@ -243,6 +243,128 @@ def test_a_pass_with_labels_that_is_interrupted_leaves_the_next_one_alone() -> N
         found = following()
         assert torch.equal(found, expected if found.ndim else loss)
         assert state_of(model).settings == RunSettings()
+
+
+def turn_on(model: Any) -> None:
+    model.base_model.enable_adapter_layers()
+
+
+def activate_other(model: Any) -> None:
+    model.set_adapter("other")
+
+
+@pytest.mark.parametrize("name", ["memory", "branch_memory", "exit", "sequence", "controller"])
+@pytest.mark.parametrize("change", [turn_on, turn_off, activate_other])
+def test_a_pass_is_routed_whole_by_the_adapter_that_it_began_with(
+    change: Callable[[Any], None], name: str
+) -> None:
+    """Another thread turns it off, or another one on, between two layers of a pass."""
+    model: Any = build(name)
+    model.add_adapter("other", dataclasses.replace(model.peft_config["default"], seed=5))
+    if change is turn_on:
+        turn_off(model)
+    expected = logits(model)
+    first = routings_of(model)[0].layer_index
+    layer = decoder_layers(model)[first]
+    with layer.register_forward_hook(lambda *given: change(model)):
+        found = logits(model)
+    assert torch.equal(found, expected)
+    assert not torch.equal(logits(model), expected)
+
+
+def meanwhile(act: Callable[[], object], done: list[threading.Thread]) -> None:
+    """Another thread does it once, and is given the time for it if it does not have to wait."""
+    if not done:
+        done.append(threading.Thread(target=act))
+        done[0].start()
+        done[0].join(0.5)
+
+
+def test_adapters_are_not_asked_about_while_they_are_switched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some layers would have the one and some the other, which no pass may have together."""
+    model: Any = build_routed("llama", phases="prefill", prompt_tail=1)
+    config = dataclasses.replace(model.peft_config["default"], seed=5, prompt_tail=4)
+    model.add_adapter("other", config)
+    switch, asked, faults, done = Routing.set_adapter, [], [], []
+
+    def ask() -> None:
+        try:
+            asked.append(logits(model))
+        except Exception as error:
+            faults.append(error)
+
+    def interrupted(self: Routing, *args: Any, **kwargs: Any) -> None:
+        switch(self, *args, **kwargs)
+        meanwhile(ask, done)
+
+    monkeypatch.setattr(Routing, "set_adapter", interrupted)
+    model.set_adapter("other")
+    done[0].join()
+    assert faults == []
+    assert torch.equal(asked[0], logits(model))
+
+
+def test_the_adapter_is_off_until_the_last_block_that_turned_it_off_ends() -> None:
+    """In 1, in 2, out 1, out 2, as in two threads."""
+    model: Any = build_routed("llama")
+    routed = logits(model)
+    first, second = model.disable_adapter(), model.disable_adapter()
+    first.__enter__()
+    base = logits(model)
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.equal(logits(model), base)
+    second.__exit__(None, None, None)
+    assert torch.equal(logits(model), routed)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base)
+    assert torch.equal(logits(model), routed)
+    assert state_of(model).turned_off == []
+
+
+def test_a_block_that_begins_while_another_ends_leaves_the_adapter_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PEFT looks whether adapters are on, and then turns them off."""
+    model: Any = build_routed("llama")
+    expected, looks, done = logits(model), type(model).get_model_status, []
+    first = model.disable_adapter()
+    first.__enter__()
+
+    def interrupted(self: Any) -> Any:
+        status = looks(self)
+        meanwhile(lambda: first.__exit__(None, None, None), done)
+        return status
+
+    monkeypatch.setattr(type(model), "get_model_status", interrupted)
+    with model.disable_adapter():
+        pass
+    done[0].join()
+    assert torch.equal(logits(model), expected)
+
+
+def test_what_trains_is_as_before_where_two_threads_turn_the_adapter_off_and_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one turns it off while the other turns it on, parameter by parameter."""
+    model: Any = build_routed("llama")
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert trained
+    turn_off(model)
+    named, done = Routing.named_parameters, []
+
+    def interrupted(self: Routing, *args: Any, **kwargs: Any) -> Any:
+        meanwhile(lambda: turn_off(model), done)
+        return named(self, *args, **kwargs)
+
+    monkeypatch.setattr(Routing, "named_parameters", interrupted)
+    turn_on(model)
+    done[0].join()
+    monkeypatch.undo()
+    turn_on(model)
+    assert trained == {name for name, value in model.named_parameters() if value.requires_grad}
 
 
 def other_budget(model: Any, budget: float) -> None:
