@@ -154,9 +154,8 @@ class AdapterFields(RoutingFields):
     @property
     def inference_rule(self) -> str:
         """The row of `RULES` by which inference decides."""
-        if self.causal_rule == "quantile":
-            return "threshold"
-        return self.causal_rule
+        rule = self.causal_rule  # read once: another thread may set it
+        return "threshold" if rule == "quantile" else rule
 
     def ranks_tokens(self) -> bool:
         """Whether top-k over the tokens of a sequence is a rule for this adapter."""

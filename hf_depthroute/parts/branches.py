@@ -54,10 +54,15 @@ class Deriving(nn.Module):
 
     def __init__(self, *args: object, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep nothing; another cache, so that a thread that makes something now keeps it in the
+        one before."""
         self._derived = TransientCache()
 
     def train(self, mode: bool = True) -> Self:
-        self._derived.clear()
+        self.forget()
         return super().train(mode)
 
     def derived(
@@ -68,12 +73,14 @@ class Deriving(nn.Module):
         if not keeps or self.training or torch.is_grad_enabled():
             return make()
         now = version_key(*tensors)
-        held = self._derived.get("made")  # with its stamp in one entry: threads share it
-        if now is not None and held is not None and held[0] == (kind, now):
+        if now is None:
+            return make()
+        kept = self._derived
+        held = kept.get("made")  # with its stamp in one entry: threads share it
+        if held is not None and held[0] == (kind, now):
             return cast(T, held[1])
         made = make()
-        if now is not None:
-            self._derived["made"] = (kind, now), made
+        kept["made"] = (kind, now), made
         return made
 
 

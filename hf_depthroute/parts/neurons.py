@@ -155,7 +155,7 @@ class NeuronBranch(Deriving):
     def choose(self, energy_m: Tensor) -> None:
         """Take the neurons with the most energy."""
         self.neurons.copy_(energy_m.topk(len(self.neurons)).indices.sort().values)
-        self._derived.clear()
+        self.forget()
 
     @torch.no_grad()
     def outputs(self, neurons_r: Tensor) -> Tensor:

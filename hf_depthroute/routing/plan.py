@@ -108,7 +108,8 @@ class Asked(NamedTuple):
     budget: float
     fixed_threshold: float | None
     temperature: float
-    causal_rule: str
+    rule: str  # by which inference decides
+    share_shifts: Mapping[int, float] | None
 
 
 def shape_class(batch: int, length: int) -> tuple[bool, int]:
@@ -145,7 +146,13 @@ def plan_of(
     config = routing.config(name)
     settings = routing.state.settings
     temperature = cast(float, config.gate_temperature)
-    asked = Asked(config.budget, config.fixed_threshold, temperature, config.causal_rule)
+    asked = Asked(
+        config.budget,
+        config.fixed_threshold,
+        temperature,
+        config.inference_rule,
+        config.share_shifts,
+    )
     executor = settings.executor
     tuned = routing.tuned and executor == "auto"
     if tuned and not GATES[config.gate_of(routing.layer_index)].static:
@@ -166,10 +173,11 @@ def plan_of(
         plan = make_plan(*given)
     else:
         stamped = asked, now
+        prompts = routing.prompts  # before anything is read for the plan: another one may begin
         key = (name, executor, only_last, settings.budget, settings.selection)
         held: Any = routing.derived.get(key)
         same = held is not None and held[0] == stamped
-        if not same or held[1].config is not config or held[2] != routing.prompts:
+        if not same or held[1].config is not config or held[2] != prompts:
             if len(routing.derived) > _KEPT_PLANS:
                 routing.derived.clear()
             plan = make_plan(*given)
@@ -177,7 +185,7 @@ def plan_of(
                 routing.derived.pop(held[1], None)  # its step
             if not same:
                 warn_of_thresholds(routing, plan)
-            held = routing.derived[key] = stamped, plan, routing.prompts
+            held = routing.derived[key] = stamped, plan, prompts
         plan = held[1]
     if plan.gate.exits:
         plan = replace(plan, kept=kept)
@@ -210,7 +218,8 @@ def make_plan(
         replayed = record.mask
         if gate.soft:
             replayed = record.probs
-    rule = _rule_of(gate, config, settings.selection, training)
+    trained = cast(str, config.selection) if training else None
+    rule = _rule_of(gate, settings.selection or trained or asked.rule)
     if rule == "running" and budget >= 1.0:
         rule = "threshold"
     mix = _mix_of(gate, config.scale_by_gate, rule)
@@ -260,17 +269,13 @@ def _threshold_of(routing: Routing, name: str, asked: Asked, budget: float) -> t
     return routing.threshold(name, budget)
 
 
-def _rule_of(
-    gate: type[Gate], config: DepthRouteConfig, selection: str | None, training: bool
-) -> str:
-    """The rule of a layer with such a gate; `selection` is what the thread asks for."""
+def _rule_of(gate: type[Gate], asked: str) -> str:
+    """The rule of a layer with such a gate, where `asked` is that of the others."""
     if gate.static:
         return "static"
     if gate.soft:
         return "soft"
-    if selection or training:
-        return selection or cast(str, config.selection)
-    return config.inference_rule
+    return asked
 
 
 def _mix_of(gate: type[Gate], scale_by_gate: bool, rule: str) -> str:

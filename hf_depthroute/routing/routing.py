@@ -16,7 +16,7 @@ from ..base.families import Family
 from ..base.sublayers import template_norm, width_of
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import device_of
-from ..parts.branches import LowRankBranch, TransientCache
+from ..parts.branches import Deriving, LowRankBranch, TransientCache
 from ..parts.flexidepth import SwiGLUBranch
 from ..parts.gate import Gate
 from ..parts.gates import GATES, MLPGate, TargetProjection
@@ -253,9 +253,8 @@ class Routing(nn.Module, BaseTunerLayer):
         """Drop plans, cast weights and decoding steps; they are made anew from the weights."""
         self.prompts += 1
         for module in self.modules():
-            kept = module.__dict__.get("_derived")
-            if kept:
-                kept.clear()
+            if isinstance(module, Deriving):
+                module.forget()
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters. Names of other PEFT methods leave the active one as it is."""

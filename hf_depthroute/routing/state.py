@@ -92,15 +92,13 @@ class RunState:
         """The budget in force, in training or in any other pass, where the adapter's is `own`."""
         if self.settings.budget is not None:
             return self.settings.budget
-        if training and self.scheduled_budget is not None:
-            return self.scheduled_budget
-        return own
+        scheduled = self.scheduled_budget if training else None  # read once: schedules end
+        return own if scheduled is None else scheduled
 
     def temperature(self, own: float, training: bool = False) -> float:
         """The same for `tau`."""
-        if training and self.scheduled_temperature is not None:
-            return self.scheduled_temperature
-        return own
+        scheduled = self.scheduled_temperature if training else None
+        return own if scheduled is None else scheduled
 
     def end_schedule(self) -> None:
         """The adapter's own budget and temperature are in force in training, too."""

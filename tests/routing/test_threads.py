@@ -23,11 +23,13 @@ from hf_depthroute import (
     calibrate_budgets,
     record_routes,
     set_budget,
+    set_causal_rule,
     set_phases,
     use_budget,
 )
 from hf_depthroute.adapter.generation import check_generation
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.parts.branches import MixedLinear
 from hf_depthroute.routing import plan
 from hf_depthroute.routing.routing import Routing
 from hf_depthroute.routing.stack import routings_of, state_of
@@ -470,10 +472,11 @@ def test_two_changes_at_one_time_leave_what_one_after_the_other_leaves(
         assert what_is_in_force(model) in allowed
 
 
+@pytest.mark.parametrize(("name", "value"), [("budget", 0.1), ("causal_rule", "running")])
 def test_a_plan_is_not_kept_for_settings_that_it_was_not_made_of(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:
-    """Another thread changes the budget while a plan is made,
+    """Another thread changes the budget, or the rule, while a plan is made,
     and changes it back before the next pass."""
     model: Any = build_routed("llama")
     expected, config = logits(model), model.peft_config["default"]
@@ -481,17 +484,84 @@ def test_a_plan_is_not_kept_for_settings_that_it_was_not_made_of(
     make, made = plan.make_plan, []
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
-        config.budget, before = 0.1, config.budget
+        before = getattr(config, name)
+        setattr(config, name, value)
         try:
             made.append(make(*args, **kwargs))
         finally:
-            config.budget = before
+            setattr(config, name, before)
         return made[-1]
 
     monkeypatch.setattr(plan, "make_plan", interrupted)
     assert torch.equal(logits(model), expected)
-    assert made
+    assert {plan.rule for plan in made} == {"threshold"}
     assert torch.equal(logits(model), expected)
+
+
+def test_a_plan_that_is_made_while_another_prompt_begins_does_not_serve_that_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thresholds have been written meanwhile, in a way that PyTorch does not count."""
+    routing = routings_of(build_routed("llama"))[0]
+    make = plan.make_plan
+
+    def interrupted(*args: Any) -> Any:
+        made = make(*args)
+        routing.depth_route_quantiles["default"].values.data.add_(1)
+        routing.forget_prepared()
+        return made
+
+    monkeypatch.setattr(plan, "make_plan", interrupted)
+    before = routing.plan(False)
+    monkeypatch.undo()
+    assert routing.plan(False).threshold == pytest.approx(before.threshold + 1)
+
+
+@torch.no_grad()
+def test_what_is_made_of_weights_while_another_prompt_begins_does_not_serve_that_prompt() -> None:
+    routing = routings_of(build_routed("llama"))[0]
+    linear = next(module for module in routing.modules() if isinstance(module, MixedLinear))
+
+    def made() -> torch.Tensor:
+        return linear.weight.clone()
+
+    def interrupted() -> torch.Tensor:
+        before = made()
+        linear.weight.data.add_(1)
+        routing.forget_prepared()
+        return before
+
+    assert not torch.equal(linear.derived(interrupted, "copy", linear.weight), linear.weight)
+    assert torch.equal(linear.derived(made, "copy", linear.weight), linear.weight)
+
+
+def test_a_plan_follows_shares_that_are_set_after_the_thresholds() -> None:
+    """Another thread calibrates, and generates in between: thresholds first, then the shares."""
+    model: Any = build_routed("llama", budget_scope="global")
+    calibrate(model, {"input_ids": tokens(4, 32, 5)})
+    set_causal_rule(model, "running")
+    config, routing = model.peft_config["default"], routings_of(model)[0]
+    before = routing.plan(False)
+    config.share_shifts = {index: shift + 1 for index, shift in config.share_shifts.items()}
+    after = routing.plan(False)
+    assert after.expected.shift == pytest.approx(before.expected.shift + 1)
+
+
+def test_settings_are_read_once() -> None:
+    """Another thread changes them between two looks."""
+
+    def changing(kind: type, name: str, values: list[Any]) -> Any:
+        found = iter(values)
+        return type(kind.__name__, (kind,), {name: property(lambda self: next(found))})
+
+    config = build_routed("llama").peft_config["default"]
+    config.__class__ = changing(type(config), "causal_rule", ["running", "quantile"])
+    assert config.inference_rule == "running"
+    state = RunState()
+    state.__class__ = changing(RunState, "scheduled_budget", [0.7, None])
+    assert state.budget(0.5, training=True) == 0.7
+    state.__class__ = changing(RunState, "scheduled_temperature", [0.7, None])
+    assert state.temperature(0.5, training=True) == 0.7
 
 
 def test_overrides_that_overlap_in_two_threads_end_as_if_they_were_alone() -> None:
