@@ -44,6 +44,8 @@ def enter(stack: Stack) -> None:
     """Switch every decoder layer of `stack` to its routed subclass; a second call does nothing."""
     if _hand_down not in stack.decoder._forward_pre_hooks.values():
         stack.decoder.register_forward_pre_hook(_hand_down, with_kwargs=True)
+        if not stack.family.passes_keywords:
+            stack.decoder.register_forward_hook(_forget, always_call=True)
     for layer in stack.layers:
         swap(layer, routed_forward)
         if not stack.family.passes_keywords and _receive not in layer._forward_pre_hooks.values():
@@ -65,7 +67,7 @@ def leave(model: nn.Module) -> None:
             layer._modules.pop(ROUTING, None)
             _set_class(layer, layer._depth_route_base)
         remove_hooks(layer, _receive)
-    remove_hooks(stack.decoder, _hand_down)
+    remove_hooks(stack.decoder, _hand_down, _forget)
     stack.forget()
 
 
@@ -116,6 +118,11 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         _handed_down.set(context)
         return None
     return args, {**given, CONTEXT: context}
+
+
+def _forget(decoder: nn.Module, args: object, output: object) -> None:
+    """Hook of such a stack: a layer that is called by itself knows nothing of the pass before."""
+    _handed_down.set(None)
 
 
 def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

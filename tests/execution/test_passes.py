@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import build_base, build_routed, routed, tokens
+from models import build_base, build_routed, decoder_layers, routed, tokens
 from peft import PeftModel
 from protocol import gap
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
-from hf_depthroute import DepthRouteConfig
+from hf_depthroute import DepthRouteConfig, record_routes
+from hf_depthroute.base.sublayers import hidden_of
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.execution.context import CONTEXT
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import full_depth, run_in_full
 
 PROMPT, LENGTH, ROOM = 6, 9, 16
@@ -65,6 +68,32 @@ def test_one_token_that_is_to_run_in_full_does() -> None:
                     logits.append(model(ids[:, -1:], past_key_values=cache).logits)
         differ += gap(*logits) > 1e-5
     assert differ == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_a_layer_that_is_called_by_itself_knows_nothing_of_the_pass_before(family: str) -> None:
+    """Which tokens were real, and which adapter was on."""
+    model: Any = build_routed(family, "mlp", layers=[1, 2])
+    routing = routings_of(model)[0]
+    layer = decoder_layers(model)[routing.layer_index]
+    h, calls = torch.randn(2, 4, routing.width), []
+    handle = layer.register_forward_pre_hook(
+        lambda layer, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(tokens(2, 4), use_cache=False)
+        handle.remove()
+        (args, kwargs), *_ = calls
+        given = {name: value for name, value in kwargs.items() if name != CONTEXT}
+        given.pop("hidden_states", None)
+        expected = hidden_of(layer(h, *args[1:], **given))
+        model(tokens(1, 6), attention_mask=torch.tensor([[0, 0, 0, 1, 1, 1]]))
+        with record_routes(model) as trace:
+            found = hidden_of(layer(h, *args[1:], **given))
+        assert torch.equal(found, expected)
+        assert trace[routing.layer_index].token_mask is None
+        with model.disable_adapter():
+            assert not torch.equal(hidden_of(layer(h, *args[1:], **given)), expected)
 
 
 def test_adapters_with_other_tails_are_not_active_together() -> None:
