@@ -22,6 +22,16 @@ from ..routing.routing import Routing
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 
 
+class SavedCopies(ModulesToSaveWrapper):
+    """PEFT's, which asks twice what adapter is active; another thread may switch it meanwhile."""
+
+    def _forward_wrapped(self, *args: Any, **kwargs: Any) -> Any:
+        names = self.active_adapters
+        if not names:
+            return self._forward_wrapped_passthrough(*args, **kwargs)
+        return self.modules_to_save[names[0]](*args, **kwargs)
+
+
 def check_modules_to_save(
     model: nn.Module, layers: Iterable[nn.Module], names: Iterable[str]
 ) -> None:
@@ -108,7 +118,7 @@ def copy_modules(
                 module.update(adapter_name)
                 module.set_adapter(module.active_adapters, inference_mode=config.inference_mode)
             else:
-                wrapper = ModulesToSaveWrapper(module, adapter_name)
+                wrapper = SavedCopies(module, adapter_name)
                 used = [adapter_name] if active else []
                 wrapper.set_adapter(used, inference_mode=config.inference_mode)
                 setattr(model.get_submodule(parent), child, wrapper)

@@ -225,9 +225,10 @@ def use_budget(model: nn.Module, budget: float) -> Iterator[None]:
 def _supported_budget(model: nn.Module, budget: float, caller: str) -> float:
     """`budget`, where the active adapter can be run at it; otherwise errors as of `set_budget`."""
     budget = check_budget(budget)
-    _budgeted_routings(model)
-    if budget < 1.0 and not is_calibrated(model):
-        raise ValueError(f"{caller}: {NOT_FITTED}")
+    with state_of(model).switching:  # several questions about what is active
+        _budgeted_routings(model)
+        if budget < 1.0 and not is_calibrated(model):
+            raise ValueError(f"{caller}: {NOT_FITTED}")
     return budget
 
 

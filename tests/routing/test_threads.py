@@ -369,6 +369,45 @@ def test_what_trains_is_as_before_where_two_threads_turn_the_adapter_off_and_on(
     assert trained == {name for name, value in model.named_parameters() if value.requires_grad}
 
 
+def test_a_budget_for_one_request_is_checked_for_one_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread turns on an adapter of other layers between two questions."""
+    model: Any = build_routed("llama", layers=[0, 1])
+    model.add_adapter("other", dataclasses.replace(model.peft_config["default"], layers=[2, 3]))
+    calibrate(model, {"input_ids": tokens(4, 32, 5)})
+    ask, done = Routing.active_config, []
+
+    def interrupted(self: Routing) -> Any:
+        meanwhile(lambda: model.set_adapter("other"), done)
+        return ask(self)
+
+    monkeypatch.setattr(Routing, "active_config", interrupted)
+    with use_budget(model, 0.25):
+        pass
+    done[0].join()
+    assert model.active_adapter == "other"
+
+
+def test_a_copy_of_a_base_module_is_asked_once_which_adapter_is_active() -> None:
+    """An adapter without copies is turned on in the middle of its call."""
+    model: Any = build_routed("llama", modules_to_save=["lm_head"])
+    head = model.get_base_model().lm_head
+    h = torch.randn(1, 2, head.weight.shape[1])
+    expected = head(h)
+
+    class Switched(type(head)):
+        asked = 0
+
+        @property
+        def active_adapters(self) -> list[str]:
+            type(self).asked += 1
+            return ["default"] if self.asked < 3 else []
+
+    head.__class__ = Switched
+    assert torch.equal(head(h), expected)
+
+
 def other_budget(model: Any, budget: float) -> None:
     set_budget(model, budget)
 
