@@ -9,6 +9,7 @@ from typing import Any
 from .shown import OneLine
 
 _MAX_BYTES = 1 << 20
+_MAX_DEPTH = 32
 
 
 class YamlError(OneLine, ValueError):
@@ -40,16 +41,23 @@ def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) ->
 
     Raises:
         YamlError: It is no YAML, holds anything but a mapping, repeats a key, of which parsers
-            silently keep the last, has an alias or a merge key, which can explode, or nests too
-            deep.
+            silently keep the last, has an alias or a merge key, which can explode, or nests more
+            than 32 deep.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
+        depth = 0
+
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.events.AliasEvent):
                 raise YamlError(f"{name}: YAML aliases are not supported; write the value out")
-            return super().compose_node(parent, index)
+            if self.depth >= _MAX_DEPTH:
+                raise YamlError(f"{name}: not valid YAML: nests more than {_MAX_DEPTH} deep")
+            self.depth += 1
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[object, object]:
             seen = set()

@@ -491,6 +491,17 @@ def test_yaml_cannot_repeat_a_key_by_merging(tmp_path: Path, name: str) -> None:
         read_mapping(tmp_path / "config.yaml")
 
 
+def test_yaml_nests_as_deep_as_a_config_may(tmp_path: Path) -> None:
+    """At most; Python's recursion limit takes seconds to be reached under a tracer."""
+    file = tmp_path / "config.yaml"
+    file.write_text("x: " + "[" * 30 + "1" + "]" * 30 + "\n")
+    assert list(read_mapping(file)) == ["x"]
+    for text in ("x: " + "[" * 31 + "1" + "]" * 31 + "\n", "[" * 5000):
+        file.write_text(text)
+        with pytest.raises(YamlError, match="nests more than 32 deep"):
+            read_mapping(file)
+
+
 def test_yaml_without_an_end_is_refused() -> None:
     with pytest.raises(YamlError, match="larger than 1 MiB"):
         read_mapping(Path("/dev/zero"))
