@@ -120,10 +120,10 @@ def _of_prompts_alone(stack: RoutedStack) -> DepthRouteConfig | None:
 
 
 class _Entered(threading.local):
-    """What `as_served` made for the passes that a thread has begun, by the settings of the model.
+    """The contexts of `as_served` that the passes of a thread are in, by their model's settings.
 
-    Passes of one model do not run inside each other. What is still there when the next one begins
-    is of a pass that Ctrl-C ended: PyTorch calls no hook then.
+    Passes of one model do not run inside each other. A context that is left when the next one
+    begins is of a pass that Ctrl-C ended: PyTorch calls no hook then.
     """
 
     def __init__(self) -> None:

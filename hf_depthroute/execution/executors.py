@@ -168,10 +168,11 @@ def check_executor(name: str) -> None:
 
 
 def decode_steps(
-    layers: Iterable[nn.Module], batch: int, adapters: Mapping[int, str]
+    layers: Iterable[nn.Module], batch: int, adapters: Mapping[int, str] | None = None
 ) -> dict[nn.Module, Step]:
     """The steps of one new token of each of `batch` sequences, of the layers that have one: of the
-    row that a plan names, or of the first with one. `adapters` are those of the routed layers.
+    row that a plan names, or of the first with one. `adapters` are those of the routed layers, by
+    default those that are active now.
 
     Raises:
         ValueError: There is no such row.
@@ -188,7 +189,7 @@ def decode_steps(
 
 
 def _step_of(
-    layer: nn.Module, routing: Routing, batch: int, adapters: Mapping[int, str]
+    layer: nn.Module, routing: Routing, batch: int, adapters: Mapping[int, str] | None
 ) -> Step | None:
     """None if the general forward pass has to run."""
     plan = routing.plan(False, (batch, 1), adapters=adapters)
