@@ -14,7 +14,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import build_base, decoder_layers, logits, routed
 from peft import PeftModel
@@ -515,6 +515,7 @@ def test_doctor_describes_a_whole_adapter(
     )
 
 
+@settings(deadline=None)
 @given(
     data=st.binary(max_size=600),
     head=st.sampled_from([b"", b'{"peft_type": "DEPTH_ROUTE", ', b"[", b'{"a": ']),
