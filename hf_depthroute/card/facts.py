@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,9 +57,13 @@ class Facts:
     @property
     def shares(self) -> Mapping[str, float]:
         """The shares that ran full in calibration, by layer, of thresholds that still hold."""
-        now = {str(layer): threshold for layer, threshold in self.thresholds.items()}
-        if self.training.get("thresholds") not in (None, now):
-            return {}
+        recorded = self.training.get("thresholds")
+        if isinstance(recorded, Mapping):
+            for layer, threshold in self.thresholds.items():
+                then = recorded.get(str(layer))
+                # Close and not equal: another device may have made it.
+                if not is_number(then) or not math.isclose(then, threshold, rel_tol=1e-5):
+                    return {}
         return self.training.get("calibrated_full_ratio") or {}
 
     @property

@@ -326,6 +326,9 @@ def test_recorded_shares_are_of_the_thresholds_that_were_recorded(saved_adapter:
     }
     _, *found = shares(str(make_card(saved_adapter(model), training=record)))
     assert found == ["50.0%", "50.0%"]
+    near = {layer: value * (1 + 1e-6) for layer, value in record["thresholds"].items()}
+    _, *found = shares(str(make_card(saved_adapter(model), training=record | {"thresholds": near})))
+    assert found == ["50.0%", "50.0%"]  # as another device made them
     set_budget(model, 0.25)
     _, *found = shares(str(make_card(saved_adapter(model), training=record)))
     assert found == ["not recorded", "not recorded"]
@@ -417,6 +420,23 @@ def test_what_was_measured_before_the_weights_changed_is_left_out(saved_adapter:
     with pytest.warns(UserWarning, match="result 1: was measured with other weights"):
         folder = saved_adapter(model)
     assert "causal threshold" not in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_results_of_weights_that_are_not_here_whole_are_shown(
+    monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """As under FSDP and ZeRO-3, or offloaded: their hash is not known before a save."""
+    model = build_routed("llama")
+    rows = evaluate_budgets(model, [{"input_ids": tokens(4, 12)}], None, [0.5])
+    monkeypatch.setattr("hf_depthroute.card.measured.world_size", lambda: processes)
+    if processes == 1:
+        monkeypatch.setattr(
+            "hf_depthroute.card.measured.get_peft_model_state_dict",
+            lambda *given, adapter_name: {"weight": torch.empty(2, device="meta")},
+        )
+    add_results(model, rows)
+    assert "causal threshold" in make_card(model).text
 
 
 # Strangers

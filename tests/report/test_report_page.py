@@ -257,6 +257,7 @@ def test_losses_from_a_file_are_of_the_text_that_it_names(folders, tmp_path, cap
                 "blocks": 64,
                 "length": 32,
                 "weights_hash": own,
+                "calibrate_on": "dev",
             },
             "their text.txt, split test, 64 blocks of 32 tokens",
         ),
@@ -266,6 +267,8 @@ def test_losses_from_a_file_are_of_the_text_that_it_names(folders, tmp_path, cap
         assert code == 0, err
         page = (tmp_path / "page.html").read_text()
         assert f"<dt>Text of the losses</dt><dd>{said}</dd>" in page
+        calibrated = "<dt>Thresholds of the losses</dt><dd>calibrated for them on split dev</dd>"
+        assert (calibrated in page) == ("calibrate_on" in recorded)
         assert (
             "With 50% of the routed layers' calls in full, the loss is 2.510" in page
         )  # of that text
