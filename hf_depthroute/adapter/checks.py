@@ -120,8 +120,8 @@ def _check_neurons(config: DepthRouteConfig, family: Family, layers: Any, index:
     wanted = config.rank_of(index)
     if count is None:
         raise ConfigError(
-            f"branch='neurons': the FFN of layer {index} has no up_proj, act_fn and down_proj of "
-            "its own (a fused projection, a mixture or another form); use branch='lowrank'"
+            f"branch='neurons': the FFN of layer {index} is a mixture of experts or of a form that "
+            "is not known; use branch='lowrank'"
         )
     if (wanted or 1) > count:
         raise ConfigError(

@@ -5,6 +5,8 @@ With the FFN `W_down (act(W_gate x) * W_up x)` and `S` the neurons that matter m
 
     FFN_cheap(x) = W (act(W_gate[S] x) * W_up[S] x) + b
 
+and without `W_up` of an FFN that has none.
+
 Which neurons a token needs is the question of "MoEfication: Transformer Feed-forward Layers are
 Mixtures of Experts" (arXiv:2110.01786); here they are the same for every token, and least squares
 makes up for the others.
@@ -14,6 +16,7 @@ Shapes: N rows, d model width, m width of the FFN, r neurons.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -21,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base.distributed import total
-from ..base.readable import is_readable, is_watched, is_whole
+from ..base.intermediate import intermediate_of, is_readable_linear, output_weight
+from ..base.readable import is_watched, is_whole
 from .branches import Deriving, MixedLinear, TensorMap, rms_of
 
 NEURONS = ".neurons"  # the end of a branch's key of the indices, in a state dict
@@ -44,6 +48,9 @@ class NeuronBranch(Deriving):
     def __init__(self, norm: nn.Module | None, ffn: nn.Module, width: int, count: int) -> None:
         super().__init__()
         self._base: tuple[Any, Any] = (norm, ffn)
+        form = intermediate_of(ffn)
+        assert form is not None
+        self._form = form
         self.neurons: Tensor
         self.register_buffer("neurons", torch.arange(count))
         self.down = MixedLinear(count, width)
@@ -64,15 +71,11 @@ class NeuronBranch(Deriving):
         return a if norm is None else norm(a)
 
     def features(self, x: Tensor) -> Tensor:  # [..., d] -> [..., r]
-        ffn = self._base[1]
-        maps = self._maps()
         if not self._may_read(x.device):
-            return self._whole(x)[..., self.neurons]
-        projected = F.linear(x.to(maps[0].weight.dtype), *self.rows()).chunk(len(maps), -1)
-        hidden: Tensor = ffn.act_fn(projected[0])
-        if len(maps) == 1:
-            return hidden
-        return hidden * projected[1]
+            return self.whole(x)[..., self.neurons]
+        weight, bias = self.rows()
+        projected = F.linear(x.to(weight.dtype), weight, bias)
+        return self._activated(projected.chunk(self._form.parts, -1))
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """The branch for decoding, `[B, 1, d] -> [B, 1, d]`,
@@ -87,11 +90,16 @@ class NeuronBranch(Deriving):
         return NeuronStep(self, dtype)
 
     def borrowed(self) -> list[nn.Module]:
-        """The base's norm, projections and FFN, if a step on a CPU may read their weights."""
+        """The base's norm, projections and FFN, if a step on a CPU may read their weights.
+
+        There is none for an FFN that does not multiply its activation.
+        """
         norm, ffn = self._base
-        read = [*self._maps(), ffn.down_proj]
-        readable = self._may_read(torch.device("cpu")) and is_readable(ffn.down_proj, nn.Linear)
-        if not readable or len(read) < 3 or any(linear.weight.is_inference() for linear in read):
+        read = [*self._maps(), self.output()]
+        readable = self._may_read(torch.device("cpu")) and is_readable_linear(self.output())
+        if not readable or self._form.parts != 2:
+            return []
+        if any(linear.weight.is_inference() for linear in read):
             return []
         if rms_of(norm) is None or is_watched(norm) or is_watched(ffn):
             return []
@@ -105,33 +113,49 @@ class NeuronBranch(Deriving):
         biases = [linear.bias for linear in maps]
 
         def made() -> tuple[Tensor, Tensor | None]:
-            weight = torch.cat([part[self.neurons] for part in weights])
+            chosen = [self.chosen(linear, linear.weight) for linear in maps]
+            weight = torch.cat([rows for of_map in chosen for rows in of_map])
             if biases[0] is None:
                 return weight, None
-            return weight, torch.cat([part[self.neurons] for part in biases])
+            chosen = [self.chosen(linear, linear.bias) for linear in maps]
+            return weight, torch.cat([rows for of_map in chosen for rows in of_map])
 
         return self.derived(made, "rows", *weights, *biases, self.neurons)
+
+    def chosen(self, projection: nn.Module, values: Tensor) -> list[Tensor]:
+        """The chosen neurons' rows of a projection's weight or bias,
+        once for each of the maps in it."""
+        return [rows[self.neurons] for rows in self._form.split(projection, values)]
 
     def reads(self) -> tuple[nn.Module | None, list[Any], Any]:
         """The base's norm in front, its projections into the intermediate, and its activation."""
         norm, ffn = self._base
-        return norm, self._maps(), ffn.act_fn
+        return norm, self._maps(), ffn._modules[self._form.activation]
+
+    def output(self) -> Any:
+        """The FFN's projection from the intermediate."""
+        return self._base[1]._modules[self._form.output]
 
     def _maps(self) -> list[Any]:
         """The projections into the intermediate, the one before the activation first."""
-        parts = self._base[1]._modules
-        return [parts[name] for name in ("gate_proj", "up_proj") if name in parts]
+        return self._form.maps(self._base[1])
+
+    def _activated(self, projected: Sequence[Tensor]) -> Tensor:
+        """The intermediate from the outputs of the maps into it."""
+        first, *others = projected
+        hidden: Tensor = self._base[1]._modules[self._form.activation](first)
+        return hidden * others[0] if others else hidden
 
     def _may_read(self, device: torch.device) -> bool:
         """Whether the weights of the projections may be read there, as one."""
         maps = self._maps()
-        if not all(is_readable(part, nn.Linear) and part.weight.device == device for part in maps):
+        if not all(is_readable_linear(part) and part.weight.device == device for part in maps):
             return False
         return len({(linear.weight.dtype, linear.bias is None) for linear in maps}) == 1
 
     def borrowed_weights(self) -> int:
         """Weights of the base that one token is multiplied with."""
-        return len(self._maps()) * len(self.neurons) * self.down.out_features
+        return self._form.parts * len(self.neurons) * self.down.out_features
 
     @torch.no_grad()
     def energy(self, x_Nd: Tensor, weight_N: Tensor, metric_dd: Tensor | None = None) -> Tensor:
@@ -144,7 +168,7 @@ class NeuronBranch(Deriving):
         x_Nd = x_Nd[::step]
         weight_N = weight_N[::step]
         parts = zip(x_Nd.split(_ROWS), weight_N.split(_ROWS))
-        sums = (w @ self._whole(x).float().square() for x, w in parts)
+        sums = (w @ self.whole(x).float().square() for x, w in parts)
         energy_m = total(sum(sums, torch.zeros(())))
         output_md = self.outputs(torch.arange(len(energy_m), device=x_Nd.device))
         if metric_dd is not None:
@@ -160,22 +184,20 @@ class NeuronBranch(Deriving):
     @torch.no_grad()
     def outputs(self, neurons_r: Tensor) -> Tensor:
         """The FFN's own output of each of these neurons alone, float32 `[r, d]`."""
-        down: Any = self._base[1].down_proj
-        plain = is_readable(down, nn.Linear) and is_whole(down.weight)
+        down = self.output()
+        plain = is_readable_linear(down) and is_whole(down.weight)
         if plain and down.weight.device == neurons_r.device:
-            return down.weight[:, neurons_r].T.float()
+            return output_weight(down)[:, neurons_r].T.float()
         count = neurons_of(self._base[1])
         assert count is not None
         units_rm = F.one_hot(neurons_r, count).to(_dtype_of(self._base[1], self.down.weight))
         return (down(units_rm) - down(torch.zeros_like(units_rm[:1]))).float()
 
-    def _whole(self, x: Tensor) -> Tensor:  # [..., d] -> [..., m]
+    def whole(self, x: Tensor) -> Tensor:  # [..., d] -> [..., m]
         """The whole intermediate, by calls of the base's modules."""
-        ffn = self._base[1]
-        x = x.to(_dtype_of(ffn, x))
-        first, *others = (linear(x) for linear in self._maps())
-        hidden: Tensor = ffn.act_fn(first)
-        return hidden * others[0] if others else hidden
+        x = x.to(_dtype_of(self._base[1], x))
+        given = [self._form.given(linear, x) for linear in self._maps()]
+        return self._activated([part for parts in given for part in parts])
 
     def has(self, neurons_r: Tensor) -> bool:
         """Whether the FFN has such neurons; waits for the device."""
@@ -190,7 +212,8 @@ class NeuronStep:
     """
 
     def __init__(self, branch: NeuronBranch, dtype: torch.dtype) -> None:
-        self._norm, self._ffn = branch._base
+        self._norm, _, self._activation = branch.reads()
+        self._branch = branch
         weight, self._eps = cast("tuple[Tensor, float]", rms_of(self._norm))
         self._scale = weight.detach().float()
         self._shape = weight.shape
@@ -201,7 +224,7 @@ class NeuronStep:
     def __call__(self, a: Tensor) -> Tensor:
         x = F.rms_norm(a.float(), self._shape, self._scale, self._eps).to(a.dtype)
         gate, up = F.linear(x, self._weight, self._bias).chunk(2, -1)
-        return F.linear(self._ffn.act_fn(gate) * up, self._down, self._down_bias)
+        return F.linear(self._activation(gate) * up, self._down, self._down_bias)
 
     def both(self, a: Tensor, index: Tensor) -> Tensor:
         """The FFN's update at the rows in `index`, the branch's at the others, `[B, 1, d]`.
@@ -210,19 +233,18 @@ class NeuronStep:
         rows are few, reading the weights is what takes the time, and those of the FFN are read for
         the rows in `index` anyway.
         """
-        ffn = self._ffn
-        x = self._norm(a)
-        hidden = ffn.act_fn(ffn.gate_proj(x)) * ffn.up_proj(x)
+        hidden = self._branch.whole(self._branch.normed(a))
         cheap = F.linear(hidden.index_select(-1, self._neurons), self._down, self._down_bias)
-        return cheap.index_copy_(0, index, ffn.down_proj(hidden.index_select(0, index)))
+        full = self._branch.output()(hidden.index_select(0, index))
+        return cheap.index_copy_(0, index, full)
 
 
 def neurons_of(ffn: nn.Module) -> int | None:
     """The width `m` of an FFN that the branch can take neurons of; None for any other."""
-    parts = ffn._modules
-    if not {"up_proj", "down_proj", "act_fn"} <= parts.keys():
+    form = intermediate_of(ffn)
+    if form is None:
         return None
-    return getattr(parts["up_proj"], "out_features", None)
+    return form.width(ffn)
 
 
 def _dtype_of(ffn: nn.Module, x: Tensor) -> torch.dtype:

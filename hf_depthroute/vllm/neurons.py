@@ -81,11 +81,20 @@ def own_neurons(
     read = [module for *_, norm, maps, _ in branches for module in (norm, *maps)]
     stored = _stored(model, [module for module in read if module is not None], files, dtype)
     for group, key, branch, norm, maps, activation in branches:
-        kept = [{name: t[branch.neurons] for name, t in stored[linear].items()} for linear in maps]
+        kept = [rows for linear in maps for rows in _rows(branch, linear, stored[linear])]
         front = None
         if norm is not None:
             front = _with_values(norm, stored[norm])
         group[key] = OwnNeurons(front, kept, activation, branch.down)
+
+
+def _rows(
+    branch: NeuronBranch, linear: nn.Module, values: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """The parameters of the chosen neurons, for each of the maps in a projection."""
+    chosen = {name: branch.chosen(linear, value) for name, value in values.items()}
+    count = len(next(iter(chosen.values())))
+    return [{name: rows[part] for name, rows in chosen.items()} for part in range(count)]
 
 
 def _with_values(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:

@@ -21,6 +21,7 @@ from command_line import run
 from models import build_base, decoder_layers, tokens
 from peft import PeftModel
 from text_models import save_base, write_text
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_depthroute import DepthRouteConfig, fit_router, record_routes
 from hf_depthroute.base.lm_head import logits_at
@@ -99,6 +100,45 @@ def test_a_prompt_costs_what_was_asked_for(family: str, keep: float) -> None:
         model(TEXT[0]["input_ids"])
     for record in trace.values():
         assert record.mask[:, -1].all() and not record.mask[:, :-1].any()
+
+
+def as_phi3(base: Any) -> Any:
+    """The same function with fused projections, as Phi-3 has them."""
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+              "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters")  # fmt: skip
+    config = AutoConfig.for_model(
+        "phi3", **{name: getattr(base.config, name) for name in fields}, pad_token_id=0
+    )
+    twin = AutoModelForCausalLM.from_config(config).eval()
+    weights = base.state_dict()
+    for name in [name for name in weights if "q_proj" in name or "gate_proj" in name]:
+        for first, fused, others in (
+            ("q_proj", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            ("gate_proj", "gate_up_proj", ("gate_proj", "up_proj")),
+        ):
+            if first in name:
+                parts = [weights.pop(name.replace(first, other)) for other in others]
+                weights[name.replace(first, fused)] = torch.cat(parts)
+    twin.load_state_dict(weights)
+    return twin
+
+
+def test_a_fused_ffn_has_neurons_as_one_that_is_not_fused() -> None:
+    config = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=1)
+    base = build_base("llama")
+    twin = as_phi3(base)
+    ids = tokens(2, 24, seed=9)
+    with torch.no_grad():
+        assert torch.allclose(base(ids).logits, twin(ids).logits, atol=1e-4)
+    one, other = (found(fit_router(model, TEXT, 0.6, config)) for model in (base, twin))
+    assert any(layer["branch"] == "neurons" for layer in one["layers"].values())
+    assert one["layers"].keys() == other["layers"].keys()
+    for index, layer in one["layers"].items():
+        same = other["layers"][index]
+        for name in ("target", "branch", "rank"):
+            assert same[name] == layer[name]
+        for name in ("nats", "saved", "branch_r2"):
+            assert same[name] == pytest.approx(layer[name], rel=1e-2, abs=1e-6)
 
 
 def test_a_short_text_is_accepted_with_a_line_that_names_the_caller() -> None:

@@ -49,11 +49,18 @@ def test_with_all_neurons_and_the_ffns_own_output_it_is_the_ffn_of_every_family_
     branch = NeuronBranch(norm, ffn, 32, count).eval()
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        branch.down.weight.copy_(ffn.down_proj.weight)
-        branch.down.bias.copy_(
-            torch.zeros(32) if ffn.down_proj.bias is None else ffn.down_proj.bias
-        )
-        assert gap(branch(x), ffn(x if norm is None else norm(x))) < 1e-5
+        branch.down.weight.copy_(branch.outputs(torch.arange(count)).T)
+        bias = branch.output().bias
+        branch.down.bias.copy_(torch.zeros(32) if bias is None else bias)
+        wanted = ffn(x if norm is None else norm(x))
+        assert gap(branch(x), wanted) < 1e-5
+        assert branch._may_read(x.device)  # so that it computes its neurons alone
+        with branch._maps()[0].register_forward_hook(lambda *_: None):
+            assert gap(branch(x), wanted) < 1e-5  # and where it may not, all of them
+        some = NeuronBranch(norm, ffn, 32, count // 2).eval()
+        some.choose(torch.rand(count, generator=torch.Generator().manual_seed(2)))
+        hidden = branch.features(branch.normed(x))
+        assert gap(some.features(some.normed(x)), hidden[..., some.neurons]) < 1e-5
 
 
 @pytest.mark.parametrize("executor", ["gathered", "rows"])
