@@ -14,7 +14,13 @@ from peft import PeftModel
 from protocol import gap
 from safetensors.torch import load_file, save_file
 
-from hf_depthroute import DepthRouteConfig, fit_router, get_depth_routed_model, route_cost
+from hf_depthroute import (
+    DepthRouteConfig,
+    fit_router,
+    get_depth_routed_model,
+    record_routes,
+    route_cost,
+)
 from hf_depthroute.adapter.files import AdapterMismatchError
 from hf_depthroute.base.families import find_family
 from hf_depthroute.config.adapter import ConfigError
@@ -61,6 +67,27 @@ def test_with_all_neurons_and_the_ffns_own_output_it_is_the_ffn_of_every_family_
         some.choose(torch.rand(count, generator=torch.Generator().manual_seed(2)))
         hidden = branch.features(branch.normed(x))
         assert gap(some.features(some.normed(x)), hidden[..., some.neurons]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "nemotron", "phi", "phi3", "glm", "starcoder2", "gpt_neox",
+               "gpt_neox_sequential", "falcon", "falcon_new", "falcon_sequential"]
+)  # fmt: skip
+def test_with_all_of_them_a_routed_model_computes_what_its_base_does(family: str) -> None:
+    count = 128 if family == "gpt2" else 64
+    model = build_routed(family, layers=[1, 2], branch="neurons", branch_rank=count)
+    ids = tokens(3, 12, seed=3)
+    with torch.no_grad():
+        for branch in branches(model):
+            branch.down.weight.copy_(branch.outputs(torch.arange(count)).T)
+            if branch.output().bias is not None:
+                branch.down.bias.copy_(branch.output().bias)
+        with model.disable_adapter():
+            wanted = model(ids).logits
+        with record_routes(model) as trace:
+            assert gap(model(ids).logits, wanted) < 1e-4
+        assert not all(record.mask.all() for record in trace.values())
+        assert gap(decoded(model, ids), wanted[:, 4:]) < 1e-4
 
 
 @pytest.mark.parametrize("executor", ["gathered", "rows"])
