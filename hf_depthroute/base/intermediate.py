@@ -61,7 +61,7 @@ class Intermediate:
         return made.chunk(self.parts // len(self.projections), dim=-1)
 
     def width(self, ffn: nn.Module) -> int | None:
-        """`m`; None where the projection does not say."""
+        """`m`; None if the projection does not say."""
         first: Any = ffn._modules[self.projections[0]]
         count = getattr(first, "out_features", getattr(first, "nf", None))
         if count is None:
