@@ -8,10 +8,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+# The mode that a module was in when each `evaluating` block that is open began, in all threads.
+_modes: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()
+_modes_change = threading.RLock()
 
 
 @contextmanager
@@ -60,14 +65,25 @@ def kept_modes(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside the block; every module's own mode after it, whatever ends it."""
-    restore = kept_modes(model)
-    try:
-        model.eval()
+    """Eval mode inside the block; every module's own mode after it, whatever ends it.
+
+    Of blocks that overlap, in threads, the last to end puts the modes back.
+    """
+    modules = list(model.modules())
+
+    def put_back() -> None:
+        with _modes_change:
+            model.train(model.training)  # what was prepared for evaluation is dropped
+            for module in modules:
+                module.training = _modes[module].pop()
+
+    with ExitStack() as stack:
+        with _modes_change:
+            for module in modules:
+                _modes.setdefault(module, []).append(module.training)
+            stack.callback(put_back)
+            model.eval()
         yield
-    finally:
-        model.train(model.training)  # what was prepared for evaluation is dropped
-        restore()
 
 
 def synchronise(device: torch.device) -> None:

@@ -72,7 +72,7 @@ def calibrate(
         raise ValueError(
             "calibrate: batches is empty" if not kept else "calibrate: batches holds no real token"
         )
-    with restored_on_error(model), evaluating(model):
+    with evaluating(model), restored_on_error(model):
         with state.override(budget=budget):
             for rule in ("topk", "threshold") if config.ranks_tokens() else ("threshold",) * 3:
                 set_thresholds(model, kept, rule)
@@ -151,7 +151,7 @@ def calibrate_budgets(
     tables = [routing.active_quantiles() for routing in routings]
     knots: list[dict[float, float]] = [{1 - own: float(table(own))} for table in tables]
     measured = [table.measured for table in tables]
-    with restored_on_error(model), evaluating(model):
+    with evaluating(model), restored_on_error(model):
         others = {check_budget(budget) for budget in budgets} - {own, 1.0}
         for budget in sorted(others, key=lambda budget: abs(budget - own)):
             for _ in range(2):

@@ -28,6 +28,7 @@ from hf_depthroute import (
     use_budget,
 )
 from hf_depthroute.adapter.generation import check_generation
+from hf_depthroute.base.contexts import evaluating
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.parts.branches import MixedLinear
 from hf_depthroute.routing import plan
@@ -324,6 +325,38 @@ def test_the_adapter_is_off_until_the_last_block_that_turned_it_off_ends() -> No
         assert torch.equal(logits(model), base)
     assert torch.equal(logits(model), routed)
     assert state_of(model).turned_off == []
+
+
+def test_evaluations_that_overlap_leave_the_modes_that_they_found() -> None:
+    """In 1, in 2, out 1, out 2, as in two threads; one has the base, the other what is around."""
+    model: Any = build_routed("llama").train()
+    frozen = model.get_base_model().lm_head.eval()
+    before = [module.training for module in model.modules()]
+    first, second = evaluating(model.get_base_model()), evaluating(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(module.training for module in model.get_base_model().modules())
+    second.__exit__(None, None, None)
+    assert [module.training for module in model.modules()] == before
+    assert model.training and not frozen.training
+
+
+def test_a_calibration_that_fails_beside_an_evaluation_leaves_the_modes_that_it_found() -> None:
+    model: Any = build_routed("llama").train()
+    other = evaluating(model)
+    other.__enter__()
+
+    def end_both(*_: Any) -> None:
+        other.__exit__(None, None, None)
+        raise ValueError("interrupted")
+
+    with (
+        decoder_layers(model)[0].register_forward_pre_hook(end_both),
+        pytest.raises(ValueError, match="interrupted"),
+    ):
+        calibrate(model, [{"input_ids": tokens(2, 8)}])
+    assert all(module.training for module in model.modules())
 
 
 def test_a_block_that_begins_while_another_ends_leaves_the_adapter_on(
