@@ -54,6 +54,18 @@ _EXACT = {
     "rms_norm_eps": (None, EPSILON),
     "mlp_bias": (False, False),
 }
+# Fields that change what weights compute; a base's are the checkpoint's.
+_SAME = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+)
 _NOT_A_LLAMAS = ("auto_map", "architectures", "model_type", "quantization_config")
 _ADDED = re.compile(r"model\.layers\.(\d{1,4})\.((?:router|router_proj)\.\w+\.weight)")
 _FLOATS = ("F32", "BF16", "F16")
@@ -87,7 +99,8 @@ def convert_flexidepth(
         out: Folder for the adapter.
         base: Folder or Hub id of the plain Llama whose weights the checkpoint has; by default
             meta-llama/Meta-Llama-3-8B-Instruct, for a checkpoint of its size. A folder is compared
-            with the checkpoint.
+            with the checkpoint: its weights, and the fields of its configuration by which they
+            compute.
 
     Returns:
         The adapter's configuration, as it was saved.
@@ -133,6 +146,7 @@ def convert_flexidepth(
     if Path(base).is_dir():
         plain = _without_weights(Path(base), read_config(Path(base) / "config.json"))
         check_base(plain, saved.base_architecture, sorted(Path(base).glob("*.safetensors")))
+        _check_same(Path(base), plain, model)
     routed.save_pretrained(str(target))
     return DepthRouteConfig.from_pretrained(str(target))
 
@@ -163,6 +177,21 @@ def _without_weights(folder: Path, given: Mapping[str, Any]) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever a value that is not a Llama's leads to
         raise _fault(folder, f"config.json: makes no Llama: {reason(error)}") from error
+
+
+def _check_same(folder: Path, base: PreTrainedModel, model: PreTrainedModel) -> None:
+    """`AdapterMismatchError` where weights compute another function in `base` than in `model`."""
+    for name in _SAME:
+        here, wanted = (getattr(each.config, name) for each in (base, model))
+        if isinstance(here, dict) and isinstance(wanted, dict):  # "type" is "rope_type" once more
+            here, wanted = ({**each, "type": None} for each in (here, wanted))
+        if here != wanted:
+            here, wanted = (repr(getattr(each.config, name))[:200] for each in (base, model))
+            raise _fault(
+                folder,
+                f"config.json: {name} is {here}, and the checkpoint's is {wanted}; name "
+                "the plain Llama whose weights it has",
+            )
 
 
 def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:

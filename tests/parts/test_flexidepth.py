@@ -4,6 +4,7 @@ and what every adapter promises."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -468,6 +469,46 @@ def test_the_base_is_named_and_compared(saved: Path, tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "other")
     with pytest.raises(AdapterMismatchError, match="made for another base model"):
         peft.PeftModel.from_pretrained(other, saved / "adapter")
+
+
+OTHER_FUNCTIONS: dict[str, dict[str, Any]] = {
+    "rope_parameters": {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
+    "rms_norm_eps": {"rms_norm_eps": 1e-6},
+    "num_attention_heads": {"num_attention_heads": 8, "head_dim": 4, "num_key_value_heads": 4},
+    "num_key_value_heads": {"num_key_value_heads": 4},
+    "intermediate_size": {"intermediate_size": 64},
+    "attention_bias": {"attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("field", OTHER_FUNCTIONS)
+def test_a_base_whose_weights_compute_something_else_is_refused(
+    saved: Path, tmp_path: Path, field: str
+) -> None:
+    shutil.copytree(saved / "plain", tmp_path / "other")
+    path = tmp_path / "other" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | OTHER_FUNCTIONS[field]))
+    ended = command_line.run(
+        "convert", saved / "published", "--out", tmp_path / "made", "--base", tmp_path / "other"
+    )
+    assert ended.code == 4 and f"other: config.json: {field} is " in ended.error
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_base_whose_configuration_is_written_as_earlier_versions_did_is_the_same(
+    saved: Path, tmp_path: Path
+) -> None:
+    scaled = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 20000.0}
+    for name, rope in ("published", scaled), ("plain", None):
+        shutil.copytree(saved / name, tmp_path / name)
+        path = tmp_path / name / "config.json"
+        config = json.loads(path.read_text())
+        del config["rope_parameters"]
+        rope = rope or {
+            "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 20000}
+        }
+        path.write_text(json.dumps(config | rope))
+    convert_flexidepth(tmp_path / "published", tmp_path / "made", str(tmp_path / "plain"))
 
 
 def test_preset_is_of_the_papers_sizes() -> None:
