@@ -215,6 +215,24 @@ class DepthRouteModel(BaseTuner):
             set_copies(self.model, routed, names, inference_mode)
             self.active_adapter = adapter_name
 
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter; in the place of the only active one, the first that is left is active.
+
+        PEFT's own has each layer choose among those that it holds, and it may hold no other.
+        """
+        with one_switch(self.model):
+            configs = self.peft_config.items()
+            routed = [name for name, config in configs if isinstance(config, DepthRouteConfig)]
+            left = [name for name in routed if name != adapter_name]
+            if self.active_adapters == [adapter_name] and left:
+                warnings.warn(
+                    f"Adapter {adapter_name} was active which is now deleted. Setting active "
+                    f"adapter to {left[0]}.",
+                    stacklevel=3,
+                )
+                self.set_adapter(left[0])
+            super().delete_adapter(adapter_name)
+
     def unload(self) -> nn.Module:
         """Remove every routed adapter; the model is as before injection, other methods included."""
         take_out(self.model)

@@ -151,6 +151,21 @@ def test_delete_adapter_leaves_no_weights(family: str, kind: str) -> None:
     assert not [key for key in model.state_dict() if "depth_route_" in key]
 
 
+def test_in_the_place_of_a_deleted_adapter_the_first_that_is_left_routes_all_its_layers() -> None:
+    model: Any = routed(build_base("llama"), layers=[1, 2])
+    own = model.peft_config["default"].to_dict()
+    for name, layers in ("second", [2, 3]), ("third", [0, 1]):
+        model.add_adapter(name, DepthRouteConfig(**own | {"layers": layers, "branch": "none"}))
+    model.set_adapter("second")
+    expected = logits(model)
+    model.set_adapter("default")
+    with pytest.warns(UserWarning, match="Setting active adapter to second") as told:
+        model.delete_adapter("default")
+    assert len([each for each in told if "Setting active" in str(each.message)]) == 1
+    assert model.active_adapter == "second" and model.active_peft_config.layers == [2, 3]
+    assert torch.equal(logits(model), expected)
+
+
 @pytest.mark.parametrize("name", ["gate", "routing", "depth_route", "target", "x"])
 @pytest.mark.parametrize("gate", GATES)
 def test_awkward_adapter_names_save_and_delete_their_own_weights(gate: str, name: str) -> None:
