@@ -45,7 +45,8 @@ class Losses:
     blocks: int | None
     length: int | None
     rows: list[BudgetRow]
-    calibrated_on: str | None = None  # a split, for every budget; None: the adapter's thresholds
+    calibrated: bool = False  # for every budget; else with the adapter's own thresholds
+    calibrated_on: str | None = None  # on this split, where it is known
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ def read_losses(content: Mapping[str, Any]) -> Losses:
             full_ratio=_number(row["full_ratio"]),
             gap=_optional(row.get("gap")),
             behind_prompts=bool(row.get("behind_prompts")),
+            calibrated=bool(row.get("calibrated")),
         )
         for row in content["rows"]
     ]
@@ -189,6 +191,7 @@ def read_losses(content: Mapping[str, Any]) -> Losses:
         value = content.get(name)
         return None if value is None else kind(value)
 
+    on = known("calibrate_on", str)
     return Losses(
         dataset=str(content.get("dataset") or "a text that was not recorded"),
         config=known("dataset_name", str),
@@ -196,7 +199,8 @@ def read_losses(content: Mapping[str, Any]) -> Losses:
         blocks=known("blocks", int),
         length=known("length", int),
         rows=rows,
-        calibrated_on=known("calibrate_on", str),
+        calibrated=on is not None or any(row.calibrated for row in rows),
+        calibrated_on=on,
     )
 
 

@@ -50,6 +50,8 @@ class BudgetRow:
             and where the adapter has no top-k rule.
         behind_prompts: Whether prompts alone are routed, the first two thirds of every row: the
             loss is that of the text behind them, and `full_ratio` is of the prompts' tokens.
+        calibrated: Whether the thresholds were calibrated for this row, and are not the adapter's
+            own.
     """
 
     budget: float
@@ -59,6 +61,7 @@ class BudgetRow:
     full_ratio: float
     gap: float | None = None
     behind_prompts: bool = False
+    calibrated: bool = False
 
     def __post_init__(self) -> None:
         # exp overflows a float above 709
@@ -167,6 +170,8 @@ def evaluate_budgets(
                     rows.append(_routed_row(model, seen(), budget, "topk"))
                 topk_loss = rows[-1].loss
             rows.append(_routed_row(model, seen(), budget, "threshold", topk_loss))
+    if calibration is not None:
+        rows[1:] = [replace(row, calibrated=True) for row in rows[1:]]
     return rows
 
 

@@ -402,6 +402,18 @@ def test_results_with_thresholds_of_their_own_say_so(adapter: Path) -> None:
     assert "calibrated for this" not in make_card(adapter, [losses(calibrate_on=None)]).text
 
 
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_results_from_python_say_whether_thresholds_were_calibrated_for_them(
+    saved_adapter: Save, calibrated: bool
+) -> None:
+    model = build_routed("llama")
+    texts = [{"input_ids": tokens(4, 12, seed)} for seed in (1, 2)]
+    rows = evaluate_budgets(model, texts[:1], texts[1:] if calibrated else None, [0.25, 0.5])
+    assert [row.calibrated for row in rows] == [False] + [calibrated] * 4
+    text = make_card(saved_adapter(model), [rows]).text
+    assert ("; the thresholds of every budget were calibrated for this." in text) == calibrated
+
+
 def test_results_that_became_stale_do_not_stop_a_save(saved_adapter: Save) -> None:
     model = build_routed("llama")
     add_results(model, losses(weights_hash="sha256:0"))
