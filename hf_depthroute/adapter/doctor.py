@@ -16,7 +16,7 @@ import torch
 from ..config.described import SavedAdapter
 from ..config.rules import ConfigError
 from ..execution import targets as targets  # the rows of `TARGETS`
-from ..files.shown import shown
+from ..files.shown import counted, shown
 from ..parts.gates import GATES
 from ..parts.memory import NgramMemory
 from ..parts.targets import TARGETS
@@ -135,8 +135,9 @@ def _examine_weights(path: Path, config: SavedAdapter) -> Iterator[tuple[str, st
         static = tuple(f".{layer}.routing{_UPDATES}" for layer in config.static_layers or ())
         tables = [name for name in tensors if name.endswith(_UPDATES) and not name.endswith(static)]
         counts = [int(tensors[name]) for name in tables]
+        layers = counted(len(counts), "layer")
         if all(counts):
-            yield "ok", f"calibrated: thresholds fitted to the scores of {len(counts)} layers"
+            yield "ok", f"calibrated: thresholds fitted to the scores of {layers}"
         else:
             yield "note", f"not calibrated: {NOT_FITTED}"
 
@@ -178,11 +179,11 @@ def _examine_layers(
         for layer in routed:
             yield from _examine_branch(branches[layer], config, layer, width)
     static = [layer for layer in routed if layer not in gated]
-    for layers, kind, held in ((gated, "layers", first), (static, "static layers", ungated)):
+    for layers, kind, held in ((gated, "layer", first), (static, "static layer", ungated)):
         if layers:
             counts = sorted({len(held) + len(branches[layer]) for layer in layers})
             numbers = " or ".join(map(str, counts))
-            yield "ok", f"{len(layers)} {kind} with {numbers} tensors each"
+            yield "ok", f"{counted(len(layers), kind)} with {numbers} tensors each"
     if config.has_memory:
         yield from _examine_slots(tensors)
 

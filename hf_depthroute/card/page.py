@@ -16,7 +16,7 @@ from peft import PeftModel
 
 from ..adapter.files import CARD_NAME, AdapterMismatchError
 from ..config.adapter import TASKS, DepthRouteConfig
-from ..files.shown import reason
+from ..files.shown import counted, reason
 from ..files.staged import write_bytes
 from ..parts.gates import GATES
 from ..parts.memory import shortest_order
@@ -198,7 +198,7 @@ def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
     length = arguments.get("length")
     split = arguments.get("validation_split") or "train"
     if record.get("held_out_blocks"):
-        split = f"{arguments.get('split')}, {record['held_out_blocks']} blocks held out"
+        split = f"{arguments.get('split')}, {counted(record['held_out_blocks'], 'block')} held out"
     return {
         "dataset": arguments.get("eval_dataset") or arguments.get("dataset"),
         "dataset_name": None if arguments.get("eval_dataset") else arguments.get("dataset_name"),

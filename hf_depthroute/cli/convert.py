@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..files.shown import say
+from ..files.shown import counted, say
 from . import options as o
 from .errors import ADAPTER
 from .output import check_out
@@ -51,8 +51,9 @@ def convert(
     folder = loading.folder_of("checkpoint", checkpoint, patterns, ADAPTER)
     config = convert_flexidepth(folder, check_out(out, overwrite), base)
     assert isinstance(config.layers, list)
+    layers = " to ".join(map(str, dict.fromkeys((config.layers[0], config.layers[-1]))))
     say(
-        f"{out}: {len(config.layers)} routed layers ({config.layers[0]} to {config.layers[-1]}), "
+        f"{out}: {counted(len(config.layers), 'routed layer')} ({layers}), "
         f"gate width {config.gate_hidden}, branch width {config.branch_rank}, "
         f"on {config.base_model_name_or_path}"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..files.shown import say
+from ..files.shown import counted, say
 from . import options as o
 from .earlier_results import check_losses, check_times, read_bench, read_losses, wanted_budgets
 from .errors import CliError
@@ -250,4 +250,6 @@ def _facts(
 
 
 def _text(dataset: object, split: object, blocks: object, length: object) -> str:
-    return f"{short_name(str(dataset))}, split {split}, {blocks} blocks of {length} tokens"
+    return (
+        f"{short_name(str(dataset))}, split {split}, {counted(blocks, 'block')} of {length} tokens"
+    )

@@ -21,7 +21,7 @@ from ..adapter.tuner import get_depth_routed_model
 from ..card.facts import read_training
 from ..evaluation import BudgetRow, evaluate_budgets
 from ..evaluation.cost import route_cost
-from ..files.shown import say
+from ..files.shown import counted, say
 from ..files.versions import versions
 from ..fitting.router import config_to_fit, fit_router
 from ..fitting.text import FitWarning
@@ -187,8 +187,8 @@ def _packed_text(
         return packed, None, 0
     if held_out:
         say(
-            f"held out {held_out} blocks of the text to evaluate on (--hold-out, or name a "
-            "--validation-split)"
+            f"held out {counted(held_out, 'block')} of the text to evaluate on (--hold-out, "
+            "or name a --validation-split)"
         )
     return packed, loading.to_batches(blocks, options.batch_size, most), held_out
 
@@ -214,9 +214,9 @@ def _fitted(run: Run, base: torch.nn.Module, checkpoint: Path | None) -> PeftMod
         with refused("--init fit: "), noted(FitWarning):
             model = fit_router(base, batches, keep, config, progress=sys.stderr.isatty())
         found = record_of(model)["fit"]
-        routed = len(model.active_peft_config.layers or ())
+        routed = counted(len(model.active_peft_config.layers or ()), "routed layer")
         say(
-            f"fitted to {found['tokens']} tokens: {routed} layers are routed, loss on "
+            f"fitted to {found['tokens']} tokens: {routed}, loss on "
             f"text held out of them {found['loss']:.4f} (dense {found['loss_dense']:.4f})"
         )
         return model

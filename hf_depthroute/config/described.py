@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from ..files.shown import counted
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from ..version import __version__
@@ -215,7 +216,7 @@ class AdapterFields(RoutingFields):
             end = depth - 1 if rule == "before_last" else depth
             if count > end:
                 raise ConfigError(
-                    f"layers={self.layers!r}: the model has only {depth} decoder layers"
+                    f"layers={self.layers!r}: the model has only {counted(depth, 'decoder layer')}"
                 )
             if rule == "every":
                 return list(range(depth))[count - 1 :: count]

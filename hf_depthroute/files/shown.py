@@ -35,6 +35,13 @@ def _escape(found: re.Match[str]) -> str:
     return repr(found[0])[1:-1]
 
 
+def counted(number: object, noun: str) -> str:
+    """`1 layer`, `2 layers`: of a noun whose plural has an s."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"
+
+
 def reason(error: BaseException) -> str:
     """An exception's whole message on one line; the name of its class if the message is empty."""
     return shown(" ".join(str(error).split()) or type(error).__name__)

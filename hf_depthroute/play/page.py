@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..base.stack import stack_of
 from ..data.prompts import PromptError, encode_prompt, has_chat_template
+from ..files.shown import counted
 from ..inference.calibration import set_budget
 from ..report.tokens import text_pieces
 from ..routing.description import budget_words
@@ -176,7 +177,7 @@ def said(text: Text) -> str:
     speed = text.tokens_per_second
     parts = [
         f"{text.written} new" if speed is None else f"{text.written} new, {speed:.1f} tokens/s",
-        f"prompt of {text.prompt} tokens in {1000 * text.prompt_seconds:.0f} ms",
+        f"prompt of {counted(text.prompt, 'token')} in {1000 * text.prompt_seconds:.0f} ms",
         f"{text.share:.0%} of the layers in full",
     ]
     return f"<p>{'; '.join(parts)}</p>"

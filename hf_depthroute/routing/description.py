@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..base.stack import stack_of
 from ..config.described import AdapterFields
 from ..config.fields import PATTERNS
+from ..files.shown import counted
 from ..parts.memory import shortest_order
 from ..parts.targets import TARGETS
 
@@ -55,10 +56,10 @@ def budget_words(config: AdapterFields, depth: int) -> str:
 
     A budget and the `keep` of `fit_router` are shares of different things, so both are named.
     """
-    gated = len(config.gated_layers())
+    gated = counted(len(config.gated_layers()), "layer")
     share = config.share_of_all(depth, config.budget)
     return (
-        f"{config.budget:.3g} of the calls in {gated} layers with a gate, which is {share:.3g} of "
+        f"{config.budget:.3g} of the calls in {gated} with a gate, which is {share:.3g} of "
         f"all {depth} layers"
     )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
 
 from ..config.adapter import DepthRouteConfig
-from ..files.shown import say
+from ..files.shown import counted, say
 from ..parts.gates import GATES
 from .arguments import RoutingArguments
 from .objective import ramp
@@ -93,9 +93,9 @@ def log_line(
         if "train_loss" in logs:
             mean = f", mean loss {_number(logs['train_loss'])}"
         time_taken = duration(logs["train_runtime"])
-        took = f"{step} steps"
+        took = counted(step, "step")
         if first_step:
-            took = f"{step - first_step} steps, up to step {step},"
+            took = f"{counted(step - first_step, 'step')}, up to step {step},"
         return f"trained {took} in {time_taken} ({_number(speed)} steps/s){mean}"
     shown = [name for name in logs if name not in _NOT_SHOWN and "/layer_" not in name]
     rest = {name: logs[name] for name in shown}

@@ -29,6 +29,7 @@ from hf_depthroute import (
     record_routes,
     set_budget,
 )
+from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.card import ResultError, add_results, make_card, write_card
 from hf_depthroute.card.escaping import cell, clean, code, escape, hub_id, shown_path
 from hf_depthroute.cli import main
@@ -394,6 +395,17 @@ def test_results_name_their_phases(own: str, measured: str, saved_adapter: Save)
     assert (f"| prefill 4 x 8, float32, phases {measured} |" in card.text) == said
     (result,) = card.data.eval_results
     assert result.metric_name == f"acc (budget 0.5{f', phases {measured}' if said else ''})"
+
+
+def test_one_layer_and_one_block_are_said_in_the_singular(saved_adapter: Save) -> None:
+    model = build_routed("llama", layers=[2])
+    calibrate(model, [{"input_ids": tokens(4, 12)}])
+    folder = saved_adapter(model)
+    text = make_card(folder, [losses(blocks=1)]).text
+    assert "of the calls in 1 layer with a gate, " in text and "`, 1 block of " in text
+    told = [found.text for found in examine(folder)]
+    assert "calibrated: thresholds fitted to the scores of 1 layer" in told
+    assert any(each.startswith("1 layer with ") for each in told)
 
 
 def test_results_with_thresholds_of_their_own_say_so(adapter: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_printer_of_the_callers_own_stays(
     trainer.train()
     own, line, own_at_end, end = capsys.readouterr().out.splitlines()
     assert own == own_at_end == "my own line"
-    assert line.startswith("step 1/1") and end.startswith("trained 1 steps")
+    assert line.startswith("step 1/1") and end.startswith("trained 1 step in ")
 
 
 def test_a_plain_model_is_printed_as_before(
