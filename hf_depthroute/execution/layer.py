@@ -60,7 +60,8 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         given = context.last_tokens, context.kept, context.adapters
         plan = routing.plan(trains, (batch, length), *given)
     if routing is None or plan is None:
-        return _outputs(layer, None, context, hidden_states, kwargs)[0]
+        outputs = _outputs(layer, None, context, hidden_states, kwargs)
+        return outputs if len(outputs) > 1 else outputs[0]
     if context.unrouted is not None and layer in context.unrouted:
         plan = replace(plan, rule="full")
     weights: list[Tensor | None] = []
@@ -107,9 +108,14 @@ def _run(
     hidden_states: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    """The layer's output `[B, T, d]`, then what a trace records, if any: see `_recorded`."""
+    """The layer's output `[B, T, d]`, then what a trace records, if any: see `_recorded`.
+
+    Where nothing is routed, what the base's layer returns. A reentrant checkpoint connects no
+    tensors of a tuple in a tuple.
+    """
     if plan is None:
-        return (layer._base_forward(hidden_states, **kwargs),)
+        out = layer._base_forward(hidden_states, **kwargs)
+        return out if isinstance(out, tuple) else (out,)
     routing: Routing = layer._modules[ROUTING]
     plan = as_decided(plan, kwargs)
     if plan.rule == "full":  # the base's layer; what is recorded has no scores

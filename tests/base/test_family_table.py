@@ -17,6 +17,7 @@ from models import EXTENDED, FAMILY_NAMES, build_base, build_routed, decoder_lay
 from peft import PeftModel
 from protocol import PINNED_BAR, assert_free, assert_pinned, gap
 from row_counts import assert_only_decided_rows_ran, counted_rows
+from training import assert_same_tensors, backward, gradients
 
 from hf_depthroute import record_routes, replay_routes, set_budget
 from hf_depthroute.base.families import FAMILIES, find_family
@@ -251,6 +252,25 @@ def test_gradients_reach_the_gate_and_the_branch(family: str, target: str) -> No
     finally:
         model.zero_grad()
         model.eval()
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("layers", [[1], [0, 1]])
+def test_reentrant_checkpoints_lose_no_gradient_in_a_layer_that_is_not_routed(
+    family: str, layers: list[int]
+) -> None:
+    """Behind the routed layers, where a lost one shows in nothing but what routers learn,
+    and below them."""
+    found = []
+    for checkpointing in (False, True):
+        model = build_routed(family, layers=layers).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+            model.enable_input_require_grads()
+        terms, _ = backward(model, {"input_ids": IDS, "labels": IDS})
+        assert terms["lm"].requires_grad
+        found.append(gradients(model))
+    assert_same_tensors(*found, tolerance=1e-6)
 
 
 # What is saved does not depend on family and target together.
