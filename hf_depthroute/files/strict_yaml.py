@@ -1,7 +1,12 @@
-"""YAML files of one mapping, read strictly: what a parser would change is refused."""
+"""YAML files of one mapping, read strictly: what a parser would change is refused, or stays text.
+
+To YAML 1.1, and so to PyYAML, `0256` is 174 and `1:30` is 90. Other readers, the Hub's among them,
+take neither for such a number.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,7 @@ from .shown import OneLine
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 32
+_OTHER_BASE = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*|.*:.*")  # of 8, of 60
 
 
 class YamlError(OneLine, ValueError):
@@ -72,8 +78,15 @@ def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) ->
                 seen.add(key)
             return super().construct_mapping(node, deep)
 
-    def whole_number(loader: Loader, node: Any) -> int:
-        value = loader.construct_yaml_int(node)
+    def number(loader: Loader, node: Any) -> float | str:
+        if _OTHER_BASE.fullmatch(node.value):
+            return str(node.value)
+        return float(loader.construct_yaml_float(node))
+
+    def whole_number(loader: Loader, node: Any) -> int | str:
+        if _OTHER_BASE.fullmatch(node.value):
+            return str(node.value)
+        value = int(loader.construct_yaml_int(node))
         # No option takes it, and Python may refuse to print it.
         if not -(1 << 63) <= value < 1 << 63:
             raise YamlError(
@@ -82,6 +95,7 @@ def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) ->
             )
         return value
 
+    Loader.add_constructor("tag:yaml.org,2002:float", number)
     Loader.add_constructor("tag:yaml.org,2002:int", whole_number)
     try:
         loaded = yaml.load(text, Loader=Loader)

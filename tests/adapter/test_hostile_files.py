@@ -502,6 +502,32 @@ def test_yaml_nests_as_deep_as_a_config_may(tmp_path: Path) -> None:
             read_mapping(file)
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("0256", "0256"),
+        ("-010", "-010"),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("007", "007"),
+        ("0", 0),
+        ("256", 256),
+        ("1_000", 1000),
+        ("0x10", 16),
+        ("0b11", 3),
+        ("0.25", 0.25),
+        ("-0.5e-3", -0.5e-3),
+    ],
+)
+def test_yaml_numbers_are_what_is_written_and_never_of_base_8_or_60(
+    tmp_path: Path, written: str, read: object
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"x: {written}\n")
+    found = read_mapping(file)["x"]
+    assert (type(found), found) == (type(read), read)
+
+
 def test_yaml_without_an_end_is_refused() -> None:
     with pytest.raises(YamlError, match="larger than 1 MiB"):
         read_mapping(Path("/dev/zero"))

@@ -419,7 +419,7 @@ def test_yaml_sets_options_and_the_command_line_overrides_them(
 ) -> None:
     config = write_yaml(
         tmp_path,
-        "budget: 0.75\nlayers: [1, 3]\nlr: 2e-4\ngate-hidden: 4\nseed: 5\noverwrite: true\n",
+        "budget: 0.75\nlayers: [1, 3]\nlr: 2e-4\ngate-hidden: 010\nseed: 5\noverwrite: true\n",
     )
     assert run(*train_arguments, "--config", config, "--seed", 7).code == 0
     arguments = json.loads((tmp_path / "out" / "training.json").read_text())["arguments"]
@@ -427,13 +427,13 @@ def test_yaml_sets_options_and_the_command_line_overrides_them(
         "budget": 0.75,
         "layers": "1,3",
         "lr": 2e-4,
-        "gate_hidden": 4,
+        "gate_hidden": 10,
         "seed": 7,
         "overwrite": True,
     }
     assert {name: arguments[name] for name in wanted} == wanted
     saved = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert (saved["layers"], saved["budget"], saved["gate_hidden"]) == ([1, 3], 0.75, 4)
+    assert (saved["layers"], saved["budget"], saved["gate_hidden"]) == ([1, 3], 0.75, 10)
 
 
 def test_yaml_can_give_required_options(
@@ -456,6 +456,7 @@ def test_yaml_can_give_required_options(
         ("steps: many", "Invalid value 'many' for '--steps'"),
         ("steps: 2.5", "Invalid value '2.5' for '--steps'"),
         ("steps: 0", "Invalid value '0' for '--steps'"),
+        ("steps: 1:30", "Invalid value '1:30' for '--steps'"),
         ("lr: true", "lr=True"),
         ("split: yes", "quote it"),
         ("streaming: 1", "streaming=1 must be true or false"),
