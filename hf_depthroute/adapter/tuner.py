@@ -19,6 +19,7 @@ from ..base.lm_head import LMHead
 from ..base.stack import Stack, keeping
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig, register_peft_type
+from ..files.shown import DepthRouteWarning
 from ..parts.gate import default_hidden
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
@@ -134,6 +135,7 @@ class DepthRouteModel(BaseTuner):
             warnings.warn(
                 f"{type(model).__name__}: attention that is skipped per token is computed and "
                 "masked in this family; nothing is saved there",
+                DepthRouteWarning,
                 stacklevel=2,
             )
         self.peft_config[adapter_name] = config  # a copy: the caller's fits other bases too

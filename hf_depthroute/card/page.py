@@ -16,7 +16,7 @@ from peft import PeftModel
 
 from ..adapter.files import CARD_NAME, AdapterMismatchError
 from ..config.adapter import TASKS, DepthRouteConfig
-from ..files.shown import counted, reason
+from ..files.shown import DepthRouteWarning, counted, reason
 from ..files.staged import write_bytes
 from ..parts.gates import GATES
 from ..parts.memory import shortest_order
@@ -97,6 +97,7 @@ def make_card(
             warnings.warn(
                 f"left out of the model card: {TRAINING_NAME}, which is not in the form that "
                 f"training writes ({reason(error)})",
+                DepthRouteWarning,
                 stacklevel=2,
             )
             return made

@@ -36,13 +36,13 @@ from ..data.text import load_text, pack
 from ..files.hub import HubError, causes, explain
 from ..files.out_of_resources import disk_full, out_of_memory
 from ..files.remote_code import code_repositories, refused_code, trusts_remote_code
-from ..files.shown import reason, say
+from ..files.shown import DepthRouteWarning, reason, say
 from ..inference.calibration import is_calibrated
 from ..inference.phases import set_phases
 from .errors import ADAPTER, USAGE, CliError, refused
 from .gguf import find_gguf_file
 from .options import AdapterOptions
-from .output import noted
+from .output import noted, say_as_notes
 
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -305,11 +305,15 @@ def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[st
 
 
 def quiet(debug: bool) -> None:
-    """Keep the libraries' warnings, log lines and bars off the terminal, unless `debug`."""
+    """Keep the libraries' warnings, log lines and bars off the terminal, unless `debug`.
+
+    Those of this library are said as notes.
+    """
     if debug:
         return
 
     warnings.simplefilter("ignore")
+    say_as_notes(DepthRouteWarning)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()

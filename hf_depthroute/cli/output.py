@@ -174,18 +174,23 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool
 
 @contextlib.contextmanager
 def noted(kind: type[Warning]) -> Iterator[None]:
+    """Inside the block, `say_as_notes`."""
+    with warnings.catch_warnings():
+        say_as_notes(kind)
+        yield
+
+
+def say_as_notes(kind: type[Warning]) -> None:
     """Say warnings of `kind` as notes when they come, each text once; others stay as they are."""
     texts: set[str] = set()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", kind)
-        otherwise = warnings.showwarning
+    warnings.simplefilter("always", kind)
+    otherwise = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
-            if not issubclass(category, kind):
-                otherwise(message, category, *where, **how)
-            elif str(message) not in texts:
-                texts.add(str(message))
-                say(f"note: {message}", sys.stderr)
+    def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
+        if not issubclass(category, kind):
+            otherwise(message, category, *where, **how)
+        elif str(message) not in texts:
+            texts.add(str(message))
+            say(f"note: {message}", sys.stderr)
 
-        warnings.showwarning = show
-        yield
+    warnings.showwarning = show

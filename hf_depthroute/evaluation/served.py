@@ -16,6 +16,7 @@ import torch
 
 from ..adapter.modules_to_save import without_copies
 from ..data.batches import prompts_of
+from ..files.shown import DepthRouteWarning
 from ..inference.calibration import active_routings
 from ..routing.trace import RouteTrace, full_depth, record_routes, run_in_full
 
@@ -97,6 +98,7 @@ def served_scores(
         warnings.warn(
             f"{shortened} of {len(requests)} requests are longer than the {max_length} tokens that "
             "the model reads: their prompts lose their beginning",
+            DepthRouteWarning,
             stacklevel=2,
         )
     for prompt_ids, of_prompt in numbers.items():

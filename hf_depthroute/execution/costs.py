@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.cache import starts_prompt
+from ..files.shown import DepthRouteWarning
 from ..routing.routing import ROUTING, Routing
 
 if TYPE_CHECKING:
@@ -163,5 +164,6 @@ def _say_once(routing: Routing) -> None:
         "skipping its weights can save. Steps are "
         'routed with generate(cache_implementation="static"), which compiles them, or after '
         "tune_execution(model, input_ids, keep_decisions=True)",
+        DepthRouteWarning,
         stacklevel=2,
     )

@@ -47,6 +47,10 @@ def reason(error: BaseException) -> str:
     return shown(" ".join(str(error).split()) or type(error).__name__)
 
 
+class DepthRouteWarning(UserWarning):
+    """A warning of this library: the commands, which hide those of others, say it as a note."""
+
+
 class OneLine(Exception):
     """An exception whose message is one line that can be printed, whatever a file put into it."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from ..files.shown import DepthRouteWarning
 from ..parts.gates import GATES
 from .thresholds import NOT_FITTED, ScoreQuantiles
 
@@ -84,7 +85,7 @@ def warn_of_thresholds(routing: Routing, plan: RoutePlan) -> None:
     if table.updates.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     if not table.fitted():
-        warnings.warn(NOT_FITTED, stacklevel=2)
+        warnings.warn(NOT_FITTED, DepthRouteWarning, stacklevel=2)
 
 
 def _trains(routing: Routing, config: DepthRouteConfig) -> bool:

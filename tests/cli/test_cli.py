@@ -33,6 +33,7 @@ from hf_depthroute.cli import errors, main
 from hf_depthroute.cli.loading import explained
 from hf_depthroute.cli.output import made
 from hf_depthroute.routing.stack import routings_of
+from hf_depthroute.routing.thresholds import NOT_FITTED
 from hf_depthroute.routing.trace import count_routes
 
 PROMPT = ("--prompt", "the", "--max-new-tokens", 4)
@@ -723,6 +724,28 @@ def test_a_budget_of_an_adapter_that_was_never_fitted_is_refused(
     if arguments[0] == "eval":
         ended = run(*(places.get(str(word), word) for word in arguments), "--calibrate-on", "train")
         assert ended.code == 0, ended.error
+
+
+def test_a_warning_of_the_library_is_said_as_a_note_by_a_command(
+    run: Run, base: Path, tmp_path: Path
+) -> None:
+    """`generate` at the adapter's own budget, whose thresholds nothing fitted: Python warns."""
+    fresh = get_depth_routed_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base), DepthRouteConfig()
+    )
+    fresh.save_pretrained(tmp_path / "adapter")
+    ended = run("generate", tmp_path / "adapter", *PROMPT)
+    assert ended.code == 0
+    note, report = ended.err.splitlines()
+    assert note == f"note: {NOT_FITTED}"
+    assert report.startswith("4 tokens, ")
+
+
+def test_a_card_says_that_it_leaves_out_a_record_of_another_form(run: Run, adapter: Path) -> None:
+    (adapter / "training.json").write_text('{"calibrated_full_ratio": "much"}')
+    ended = run("card", adapter)
+    assert ended.code == 0
+    assert ended.err.startswith("note: left out of the model card: training.json, which is not in")
 
 
 def test_an_adapter_given_as_model_is_recognised(

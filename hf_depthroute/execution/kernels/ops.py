@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...files.shown import DepthRouteWarning
 from . import derivatives, plain
 
 linear_rows = torch.library.custom_op("hf_depthroute::linear_rows", plain.linear, mutates_args=())
@@ -33,6 +34,7 @@ def _on_cuda() -> ModuleType:
             "hf_depthroute: Triton is not installed, so routed layers run in plain PyTorch on "
             "CUDA: the host waits for the number of chosen rows in every routed layer, and CUDA "
             "graphs cannot be captured; pip install triton",
+            DepthRouteWarning,
             stacklevel=2,
         )
         return plain
