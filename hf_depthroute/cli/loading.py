@@ -233,7 +233,8 @@ class Source:
         load: Any = transformers.AutoModelForCausalLM.from_pretrained
         with explained(f"model {self.base}", self.base):
             if self.gguf_file is None:
-                base = load(self.base, **how)
+                base, found = load(self.base, output_loading_info=True, **how)
+                _say_missing(self.base, sorted(found["missing_keys"]))
             else:
                 base = load_dequantised(load, self.base, self.gguf_file, **how)
         return base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -259,6 +260,17 @@ class Source:
                 f"adapter {self.options.adapter}: its thresholds were never fitted, so it keeps no "
                 "budget; train it, or calibrate it and save it again"
             )
+
+
+def _say_missing(base: str, weights: list[str]) -> None:
+    """Say which weights the base's files lack: transformers draws them at random."""
+    if weights:
+        listed = ", ".join(weights[:3]) + (", ..." if len(weights) > 3 else "")
+        say(
+            f"note: model {base}: weights that its files lack are random, {len(weights)} in all: "
+            f"{listed}",
+            sys.stderr,
+        )
 
 
 def find_source(options: AdapterOptions) -> Source:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from hub_repository import Repository
@@ -739,6 +740,22 @@ def test_a_warning_of_the_library_is_said_as_a_note_by_a_command(
     note, report = ended.err.splitlines()
     assert note == f"note: {NOT_FITTED}"
     assert report.startswith("4 tokens, ")
+
+
+def test_weights_that_the_files_of_a_base_lack_are_named(
+    run: Run, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """transformers draws them at random; of these, the adapter's check samples none."""
+    shutil.copytree(base, tmp_path / "base")
+    weights = safetensors.torch.load_file(base / "model.safetensors")
+    names = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("down", "gate")]
+    kept = {name: weight for name, weight in weights.items() if name not in names}
+    safetensors.torch.save_file(kept, tmp_path / "base/model.safetensors", {"format": "pt"})
+    ended = run("generate", adapter, "--model", tmp_path / "base", *PROMPT)
+    assert ended.code == 0
+    note, _ = ended.err.splitlines()
+    assert note.endswith(f"its files lack are random, 2 in all: {', '.join(names)}")
+    assert "note: " not in run("generate", adapter, *PROMPT).err
 
 
 def test_a_card_says_that_it_leaves_out_a_record_of_another_form(run: Run, adapter: Path) -> None:
