@@ -167,6 +167,15 @@ def test_the_end_of_a_prompt_runs_in_full() -> None:
     )
 
 
+def test_a_card_says_what_is_left_of_a_prompt_and_not_what_was_asked_for(tmp_path: Path) -> None:
+    model = fitted(0.85)
+    left = 1 - sum(layer["saved"] for layer in found(model)["layers"].values())
+    assert left < 0.845
+    model.save_pretrained(str(tmp_path))
+    card = (tmp_path / "README.md").read_text()
+    assert f"with {left:.1%} of a prompt's FLOPs, behind it; 85.0% was asked for." in card
+
+
 def test_what_is_kept_may_be_a_share_of_the_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

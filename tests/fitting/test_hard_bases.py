@@ -4,6 +4,7 @@ numbers that overflow."""
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def test_layers_that_are_left_keep_their_threshold_where_others_are_given_up() -
     assert thresholds(fewer) == pytest.approx({i: before[i] for i in (1, 2, 3)})
 
 
-def test_a_layer_that_is_all_that_counts_runs_and_the_others_are_static() -> None:
+def test_a_layer_that_is_all_that_counts_runs_and_the_others_are_static(tmp_path: Path) -> None:
     with pytest.warns(FitWarning, match="25% of all calls run in full .* keep=0.4"):
         model = fitted(without_ffns([0, 1, 3]), keep=0.4)
     layers = record_of(model)["layers"]
@@ -128,6 +129,9 @@ def test_a_layer_that_is_all_that_counts_runs_and_the_others_are_static() -> Non
         "3": 0.0,
     }
     assert model.peft_config["default"].static_layers == [0, 1, 3]
+    model.save_pretrained(str(tmp_path))
+    card = (tmp_path / "README.md").read_text()
+    assert "with 25.0% of all calls run in full" in card and "40.0% was asked for." in card
     fit = record_of(model)
     assert fit["loss"] == pytest.approx(fit["loss_dense"], abs=1e-5)
 
