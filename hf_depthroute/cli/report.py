@@ -219,11 +219,13 @@ def _facts(
     losses: Mapping[str, Any],
     timed: dict[str, Any],
 ) -> list[tuple[str, str]]:
+    from ..base.weights import weight_shapes
     from ..files.versions import versions
     from ..routing.description import patterns_words
 
     config = source.config
-    size = sum(p.numel() for name, p in routed.named_parameters() if ".routing." not in name)
+    shapes = (shape for name, shape in weight_shapes(routed) if ".routing." not in name)
+    size = sum(map(math.prod, shapes))
     base = f"{short_name(source.base)}, {routed.config.model_type}, {size:,} parameters"
     what = [f"gate {config.gate}", f"target {config.target}", f"per {config.granularity}"]
     if not soft:

@@ -10,6 +10,7 @@ weights only, `rho + (1 - rho) * branch / FFN + gate / FFN`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,11 @@ from torch import nn
 
 from ..base.families import text_config
 from ..base.stack import stack_of
+from ..base.weights import weight_shapes
 from ..config.adapter import check_budget
 from ..inference.calibration import active_routings
 from ..parts.gates import GATES
-from ..routing.routing import Routing
+from ..routing.routing import ROUTING, Routing
 from . import flops
 
 
@@ -96,8 +98,8 @@ def route_cost(
     ideal = total - counted["router"]
 
     adapter = {id(p): p for h in routings for p in h.parameters()}
-    everything = {id(p): p for p in model.parameters()}
-    dtype_bytes = next(p.element_size() for p in everything.values() if id(p) not in adapter)
+    # The first is the embeddings'.
+    dtype_bytes = next(p.element_size() for p in model.parameters() if id(p) not in adapter)
     per_token = float(batch_size * flops.attention_sizes(config)[1] * dtype_bytes)
     windows = flops.windows_of(config, cached + length + 1)  # of the next token, which meets itself
     kv_bytes = per_token * sum(window - 1 for window in windows)
@@ -124,7 +126,9 @@ def route_cost(
         flops_routed=total,
         flops_ideal=ideal,
         ffn_ratio=sum(ratios) / len(ratios),
-        parameters_base=sum(p.numel() for key, p in everything.items() if key not in adapter),
+        parameters_base=sum(
+            math.prod(shape) for name, shape in weight_shapes(model) if f".{ROUTING}." not in name
+        ),
         parameters_adapter=sum(p.numel() for p in adapter.values()),
         parameters_trainable=sum(p.numel() for p in adapter.values() if p.requires_grad),
         kv_bytes=round(kv_bytes),

@@ -6,11 +6,11 @@ Norms, activations, residual adds and the rotation count nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 
@@ -18,6 +18,7 @@ from ..base.cache import cache_layer, can_skip
 from ..base.families import Family, text_config
 from ..base.projections import STYLES
 from ..base.stack import stack_of
+from ..base.weights import weight_shapes
 from ..inference.calibration import active_routings
 from ..parts.gate import Gate
 from ..parts.memory import NgramMemory
@@ -29,17 +30,17 @@ PARTS = ("attention projections", "attention core", "ffn", "router", "head")
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight that tokens are multiplied with: `[out, in]`, or of fused experts `[E, out, in]`."""
+    """A weight that tokens are multiplied with."""
 
     part: str  # one of `PARTS`
-    weight: torch.Tensor
+    shape: tuple[int, ...]  # `[out, in]`, or of fused experts `[E, out, in]`
     chosen: int = 1  # experts per token
     left_out: float = 0.0  # how much of it a token on the cheap path does not meet, 0 to 1
 
     @property
     def per_token(self) -> int:
         """Weights that a token on the full path meets."""
-        return self.chosen * (self.weight[0] if self.weight.ndim == 3 else self.weight).numel()
+        return self.chosen * math.prod(self.shape[-2:])
 
 
 def matrices(
@@ -54,17 +55,17 @@ def matrices(
     if routing is not None:
         parts = _left_out(layer, config, routing)
     found = []
-    for name, weight in layer.named_parameters():
+    for name, shape in weight_shapes(layer):
         # A norm of heads is 2-d.
-        if name.startswith(f"{ROUTING}.") or "norm" in name or weight.ndim not in (2, 3):
+        if name.startswith(f"{ROUTING}.") or "norm" in name or len(shape) not in (2, 3):
             continue
         shares = [share for prefix, share in parts.items() if name.startswith(f"{prefix}.")]
         inside = family is not None and name.startswith(f"{family.attention}.")
         part = "attention projections" if inside else "ffn"
         chosen = 1
-        if weight.ndim == 3:
+        if len(shape) == 3:
             chosen = config.num_experts_per_tok
-        found.append(Matrix(part, weight, chosen, max(shares, default=0.0)))
+        found.append(Matrix(part, shape, chosen, max(shares, default=0.0)))
     return found
 
 

@@ -5,6 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from ..base.families import Family
 from ..base.sublayers import template_norm, width_of
+from ..base.weights import weight_shapes
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import device_of
 from ..parts.branches import Deriving, LowRankBranch, TransientCache
@@ -67,15 +69,15 @@ class Routing(nn.Module, BaseTunerLayer):
         super().__init__()
         ffn = getattr(layer, family.ffn)
         norms = {part: template_norm(layer, family, part) for part in ("ffn", "attention")}
-        ffn_parameters = dict(ffn.named_parameters())
+        ffn_shapes = dict(weight_shapes(ffn))
         self.layer_index = layer_index
         self.family = family
         self.width = width_of(layer, family)
         self.num_experts = int(getattr(getattr(ffn, family.experts, None), "num_experts", 0))
-        self.ffn_bias = any(name.endswith("bias") for name in ffn_parameters)
+        self.ffn_bias = any(name.endswith("bias") for name in ffn_shapes)
         # Not fused experts.
-        self.dense_ffn = all(parameter.ndim < 3 for parameter in ffn_parameters.values())
-        widths = [parameter.numel() // self.width for parameter in ffn_parameters.values()]
+        self.dense_ffn = all(len(shape) < 3 for shape in ffn_shapes.values())
+        widths = [math.prod(shape) // self.width for shape in ffn_shapes.values()]
         self.ffn_width = max(widths, default=0) or 1
         self.peft_configs = peft_configs
         self.state = state

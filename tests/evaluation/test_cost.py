@@ -48,6 +48,39 @@ def test_dense_flops_are_two_per_weight_and_token_plus_attention():
     assert route_cost(model, batch_size=2, length=8).flops_dense == expected
 
 
+class Packed(torch.nn.Module):
+    """A linear map in 4 bits, in the form of GPTQ (buffers) or of bitsandbytes (two a byte)."""
+
+    def __init__(self, linear, buffers):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = None
+        size = linear.weight.numel()
+        if buffers:
+            self.register_buffer("qweight", torch.zeros(size // 8, dtype=torch.int32))
+        else:
+            packed = torch.zeros(size // 2, 1, dtype=torch.uint8)
+            self.weight = torch.nn.Parameter(packed, requires_grad=False)
+            self.weight_scale = torch.nn.Parameter(torch.ones(self.out_features, 4))
+
+
+@pytest.mark.parametrize("fields", [{}, {"branch": "neurons", "branch_rank": 8}])
+@pytest.mark.parametrize("buffers", [True, False])
+def test_a_base_in_four_bits_costs_what_it_costs_in_full(buffers, fields):
+    base = build_base("llama")
+    config = DepthRouteConfig(**fields)
+    expected = route_cost(get_depth_routed_model(base, config), length=64)
+    packed = build_base("llama")
+    for layer in packed.model.layers:
+        for part in (layer.mlp, layer.self_attn):
+            for name, child in list(part.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(part, name, Packed(child, buffers))
+    model = get_depth_routed_model(packed, config)
+    assert route_cost(model, length=64) == expected
+    assert model.model.model.layers[-1].routing.ffn_width == packed.config.intermediate_size
+
+
 @pytest.mark.parametrize("cached", [0, 2, 9])
 def test_a_query_meets_the_keys_in_its_window(cached):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
