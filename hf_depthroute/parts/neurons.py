@@ -29,6 +29,7 @@ from ..base.readable import is_watched, is_whole
 from .branches import Deriving, MixedLinear, TensorMap, rms_of
 
 NEURONS = ".neurons"  # the end of a branch's key of the indices, in a state dict
+_COMPUTES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _READ = 4096  # rows that tell which neurons matter
 _ROWS = 2048  # of the whole intermediate that exist at one time
 
@@ -190,14 +191,20 @@ class NeuronBranch(Deriving):
             return output_weight(down)[:, neurons_r].T.float()
         count = neurons_of(self._base[1])
         assert count is not None
-        units_rm = F.one_hot(neurons_r, count).to(_dtype_of(self._base[1], self.down.weight))
+        units_rm = F.one_hot(neurons_r, count).to(self._dtype_of(self.down.weight))
         return (down(units_rm) - down(torch.zeros_like(units_rm[:1]))).float()
 
     def whole(self, x: Tensor) -> Tensor:  # [..., d] -> [..., m]
         """The whole intermediate, by calls of the base's modules."""
-        x = x.to(_dtype_of(self._base[1], x))
+        x = x.to(self._dtype_of(x))
         given = [self._form.given(linear, x) for linear in self._maps()]
         return self._activated([part for parts in given for part in parts])
+
+    def _dtype_of(self, x: Tensor) -> torch.dtype:
+        """The dtype that the FFN computes in, or the norm in front where the FFN's weights are
+        packed; that of `x` where neither says."""
+        held = (p.dtype for module in reversed(self.sources()) for p in module.parameters())
+        return next((dtype for dtype in held if dtype in _COMPUTES), x.dtype)
 
     def has(self, neurons_r: Tensor) -> bool:
         """Whether the FFN has such neurons; waits for the device."""
@@ -245,8 +252,3 @@ def neurons_of(ffn: nn.Module) -> int | None:
     if form is None:
         return None
     return form.width(ffn)
-
-
-def _dtype_of(ffn: nn.Module, x: Tensor) -> torch.dtype:
-    """The dtype that the FFN computes in; that of `x` where its weights do not say."""
-    return next((p.dtype for p in ffn.parameters() if p.is_floating_point()), x.dtype)

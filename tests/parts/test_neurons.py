@@ -266,3 +266,32 @@ def test_what_it_cannot_be_is_refused(fields: dict[str, Any], message: str) -> N
         get_depth_routed_model(
             build_base("llama"), DepthRouteConfig(**({"branch": "neurons"} | fields))
         )
+
+
+class Packed(torch.nn.Module):
+    """A linear map that holds no parameter and takes bfloat16 alone, as AWQ's kernel on a CPU."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_buffer("packed", linear.weight.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.bfloat16
+        return torch.nn.functional.linear(x, self.packed)
+
+
+def test_of_a_base_without_parameters_the_neurons_are_those_of_the_base_with_them() -> None:
+    chosen = []
+    for packs in (False, True):
+        base: Any = build_base("llama", dtype=torch.bfloat16)
+        if packs:
+            for layer in decoder_layers(base):
+                for name in ("gate_proj", "up_proj", "down_proj"):
+                    setattr(layer.mlp, name, Packed(getattr(layer.mlp, name)))
+        config = DepthRouteConfig(layers=[2], gate="none", branch="neurons", branch_rank=16)
+        model = get_depth_routed_model(base, config)
+        fit_branches(model, TEXT)
+        (branch,) = branches(model)
+        chosen.append(branch.neurons.tolist())
+    assert chosen[0] == chosen[1]
