@@ -11,10 +11,16 @@ import torch
 from models import CONFIGS, decoder_layers, logits, randomised, routed, tokens
 from peft import PeftModel
 from training import backward, make_trainer, rows, stacked, step_logs
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
-from transformers.utils.import_utils import is_bitsandbytes_available, is_torchao_available
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+from transformers.utils.import_utils import (
+    is_bitsandbytes_available,
+    is_optimum_quanto_available,
+    is_torchao_available,
+)
 
-from hf_depthroute import record_routes, replay_routes
+from hf_depthroute import record_routes, replay_routes, route_cost
+from hf_depthroute.inference.fitting import fit_branches
+from hf_depthroute.routing.stack import routings_of
 
 Load = Callable[[], Any]
 
@@ -25,14 +31,36 @@ def _torchao_int8() -> Any:
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
+def _torchao_float8() -> Any:
+    from torchao.quantization import Float8WeightOnlyConfig
+
+    return TorchAoConfig(Float8WeightOnlyConfig())
+
+
+def _bitsandbytes_8bit() -> Any:
+    # Without columns of outliers, which are found among the rows that come together.
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+
+
 def _bitsandbytes_4bit() -> Any:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
     )
 
 
+def _quanto_int8() -> Any:
+    return QuantoConfig(weights="int8")
+
+
 INSTALLED = {
     "torchao_int8": (_torchao_int8, is_torchao_available(), "pip install torchao"),
+    "torchao_float8": (_torchao_float8, is_torchao_available(), "pip install torchao"),
+    "bitsandbytes_8bit": (
+        _bitsandbytes_8bit,
+        is_bitsandbytes_available(),
+        "pip install bitsandbytes",
+    ),
+    "quanto_int8": (_quanto_int8, is_optimum_quanto_available(), "pip install optimum-quanto"),
     "bitsandbytes_4bit": (
         _bitsandbytes_4bit,
         is_bitsandbytes_available(),
@@ -133,6 +161,39 @@ def test_an_adapter_of_the_whole_base_loads_onto_the_quantised_one(
         found = logits(again)
     assert not torch.equal(expected, found)
     assert torch.nn.functional.cosine_similarity(expected, found, dim=-1).mean() > 0.95
+
+
+def test_a_quantised_base_costs_what_it_costs_in_full(load: Load, folder: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
+    assert route_cost(routed(load())) == route_cost(routed(whole))
+
+
+def _as_matrix(module: Any) -> torch.Tensor:
+    """What a linear map without bias multiplies with, `[out, in]`, from a call of it."""
+    return module(torch.eye(module.in_features, dtype=torch.bfloat16)).T.float()
+
+
+@torch.no_grad()
+def test_a_branch_of_neurons_is_that_of_the_dequantised_weights(load: Load) -> None:
+    model = routed(load(), branch="neurons", branch_rank=16)
+    fit_branches(model, [{"input_ids": tokens(8, 32, seed=5)}])
+    draw = torch.Generator().manual_seed(3)
+    for routing in routings_of(model):
+        branch, ffn = routing.depth_route_branch["default"], routing.ffn
+        gate, up, down = (_as_matrix(getattr(ffn, f"{n}_proj")) for n in ("gate", "up", "down"))
+        x = torch.randn(64, routing.width, generator=draw).to(torch.bfloat16)
+        hidden = torch.nn.functional.silu(x.float() @ gate.T) * (x.float() @ up.T)
+        pairs = {
+            "features": (branch.features(x), hidden[:, branch.neurons]),
+            "outputs": (branch.outputs(branch.neurons), down.T[branch.neurons]),
+            "energy": (
+                branch.energy(x, torch.ones(64)),
+                hidden.square().sum(0) * down.square().sum(0),
+            ),
+        }
+        for name, (found, expected) in pairs.items():
+            off = (found.float() - expected).norm() / expected.norm()
+            assert off < 0.02, (name, float(off))
 
 
 def test_sft_trains_routers_over_a_quantised_base(load: Load, tmp_path: Path) -> None:
