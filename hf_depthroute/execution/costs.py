@@ -134,13 +134,14 @@ def _is_unpaid(
 
 
 def _skipped_bytes(layer: nn.Module, routing: Routing, plan: RoutePlan) -> int:
-    """The weights that a skipped token leaves unread."""
+    """The weights that a skipped token leaves unread; GPTQ and AWQ hold theirs in buffers."""
     names = []
     if plan.target.skips_ffn:
         names.append(routing.family.ffn)
     if plan.target.skips_attention:
         names.append(routing.family.attention)
-    weights = [weight for name in names for weight in getattr(layer, name).parameters()]
+    parts = [getattr(layer, name) for name in names]
+    weights = [weight for part in parts for weight in (*part.parameters(), *part.buffers())]
     return sum(weight.numel() * weight.element_size() for weight in weights)
 
 

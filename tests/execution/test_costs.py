@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build_routed, tokens
+from models import build_routed, decoder_layers, tokens
 from places import ROOT
 from request_kinds import build
 from transformers import DynamicCache, StaticCache
@@ -189,3 +189,18 @@ def test_decisions_that_a_generation_holds_are_not_dropped(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stepped(model, DynamicCache())
+
+
+def test_packed_weights_in_buffers_are_read_by_a_step_too() -> None:
+    model = build_routed("llama", "mlp", layers=[1])
+    (routing,) = routings_of(model)
+    layer: Any = decoder_layers(model)[1]
+    plan = routing.plan(False)
+    assert plan is not None
+    whole = costs._skipped_bytes(layer, routing, plan)
+    projection = layer.mlp.up_proj
+    weight = projection.weight
+    del projection.weight
+    packed = torch.zeros(weight.numel() // 2, dtype=torch.uint8)
+    projection.register_buffer("qweight", packed)
+    assert costs._skipped_bytes(layer, routing, plan) == whole - 4 * weight.numel() + len(packed)
