@@ -67,7 +67,7 @@ def kept_modes(model: nn.Module) -> Callable[[], None]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside the block; every module's own mode after it, whatever ends it.
 
-    Of blocks that overlap, in threads, the last to end puts the modes back.
+    Where blocks overlap, in threads, the last to end puts the modes back.
     """
     modules = list(model.modules())
 

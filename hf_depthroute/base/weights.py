@@ -18,12 +18,14 @@ def weight_shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     for prefix, part in module.named_modules():
         held: dict[str, Tensor | None] = dict(part._parameters)
         shapes = {name: tuple(p.shape) for name, p in held.items() if p is not None}
-        sizes = getattr(part, "out_features", None), getattr(part, "in_features", None)
+        out = getattr(part, "out_features", None)
+        read = getattr(part, "in_features", None)
         # LoRA's layers have the sizes of what they wrap, which is a module of its own.
-        if all(type(size) is int for size in sizes) and not isinstance(part, BaseTunerLayer):
+        linear = not isinstance(part, BaseTunerLayer)
+        if linear and isinstance(out, int) and isinstance(read, int):
             bias = getattr(part, "bias", None)
             held = {"weight": held.get("weight"), "bias": bias}
-            shapes = {"weight": sizes}
+            shapes = {"weight": (out, read)}
             if isinstance(bias, Tensor):
                 shapes["bias"] = tuple(bias.shape)
         for name, shape in shapes.items():

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..files.shown import counted, say, say_content
+from ..files.shown import say, say_content
 from . import options as o
 from .errors import CliError
 
@@ -149,7 +149,7 @@ def _plain(
         ids = routed.generate(**inputs, **settings)
         seconds = time.perf_counter() - start
     new = ids.shape[1] - length
-    report = f"{counted(new, 'token')}, {new / seconds:.1f} tokens/s, full ratio "
+    report = f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio "
     if source is None:
         return ids, f"{report}1.000"
     share = _full_ratio(routed, ids, length)
@@ -240,11 +240,9 @@ def _lossless(
     budget = arguments["budget"]
     if budget is None:
         budget = "the adapter's"
-    ahead = counted(arguments["num_tokens"], "token")
     left_out = ", ".join(map(str, arguments["drop"])) or "none"
     return ids, (
-        f"{counted(counter.new_tokens, 'token')}, {speed:.1f} tokens/s, "
-        f"{counter.acceptance_rate:.3f} of the draft accepted, "
-        f"{counter.tokens_per_pass:.2f} tokens per pass of the full model; draft: budget "
-        f"{budget}, layers left out {left_out}, {ahead} ahead"
+        f"{counter.new_tokens} tokens, {speed:.1f} tokens/s, {counter.acceptance_rate:.3f} of the "
+        f"draft accepted, {counter.tokens_per_pass:.2f} tokens per pass of the full model; draft: "
+        f"budget {budget}, layers left out {left_out}, {arguments['num_tokens']} tokens ahead"
     )

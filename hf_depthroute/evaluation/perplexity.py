@@ -155,8 +155,9 @@ def evaluate_budgets(
 
         with as_base(model):
             loss = _mean_loss(model, seen(), partial(_logits, model), behind)
-        of_dense = {"budget": 1.0, "loss": loss, "full_ratio": 1.0}
-        rows = [BudgetRow(rule="dense", behind_prompts=behind, **of_dense)]
+        rows = [
+            BudgetRow(budget=1.0, rule="dense", loss=loss, full_ratio=1.0, behind_prompts=behind)
+        ]
         if not config.takes_budget():
             return [*rows, _routed_row(model, seen(), config.budget, "fixed")]
         for budget in budgets:

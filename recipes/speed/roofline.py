@@ -202,14 +202,13 @@ def count_work(
 
 def _product(matrix: Matrix, tokens: int, rows: float, passes: float) -> tuple[float, float]:
     """FLOPs of one matrix, and the values it moves; `rows` and `passes` as in `count_work`."""
-    weight, ran = matrix.weight, tokens * (1 - matrix.left_out * (1 - rows))
-    met = weight.numel() * (1 - matrix.left_out * (1 - passes))
-    if weight.ndim == 3:  # fused experts: those that any token is sent to
+    *experts, given, read = matrix.shape
+    ran = tokens * (1 - matrix.left_out * (1 - rows))
+    met = given * read * (1 - matrix.left_out * (1 - passes))
+    for count in experts:  # fused: those that any token is sent to
         ran *= matrix.chosen
-        weight = weight[0]
-        experts = len(matrix.weight)
-        met = weight.numel() * experts * (1 - (1 - 1 / experts) ** ran)
-    return 2.0 * ran * weight.numel(), met + ran * sum(weight.shape)
+        met = given * read * count * (1 - (1 - 1 / count) ** ran)
+    return 2.0 * ran * given * read, met + ran * (given + read)
 
 
 def _count_router(
