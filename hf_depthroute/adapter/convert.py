@@ -182,16 +182,21 @@ def _without_weights(folder: Path, given: Mapping[str, Any]) -> PreTrainedModel:
 def _check_same(folder: Path, base: PreTrainedModel, model: PreTrainedModel) -> None:
     """`AdapterMismatchError` where weights compute another function in `base` than in `model`."""
     for name in _SAME:
-        here, wanted = (getattr(each.config, name) for each in (base, model))
-        if isinstance(here, dict) and isinstance(wanted, dict):  # "type" is "rope_type" once more
-            here, wanted = ({**each, "type": None} for each in (here, wanted))
-        if here != wanted:
-            here, wanted = (repr(getattr(each.config, name))[:200] for each in (base, model))
+        here = getattr(base.config, name)
+        wanted = getattr(model.config, name)
+        if _compared(here) != _compared(wanted):
             raise _fault(
                 folder,
-                f"config.json: {name} is {here}, and the checkpoint's is {wanted}; name "
-                "the plain Llama whose weights it has",
+                f"config.json: {name} is {repr(here)[:200]}, and the checkpoint's is "
+                f"{repr(wanted)[:200]}; name the plain Llama whose weights it has",
             )
+
+
+def _compared(value: Any) -> Any:
+    """A field as it is compared; in those of the rotation `type` is `rope_type` once more."""
+    if isinstance(value, dict):
+        return {name: part for name, part in value.items() if name != "type"}
+    return value
 
 
 def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:

@@ -35,9 +35,14 @@ class Intermediate:
     fused: bool = False
 
     @property
+    def in_each(self) -> int:
+        """Maps that one projection makes."""
+        return 2 if self.fused else 1
+
+    @property
     def parts(self) -> int:
         """Maps into the intermediate: 2 where the activation is multiplied, otherwise 1."""
-        return 2 if self.fused else len(self.projections)
+        return self.in_each * len(self.projections)
 
     @property
     def names(self) -> set[str]:
@@ -53,12 +58,12 @@ class Intermediate:
         from its parameter, whose weight GPT-2 has the other way round."""
         if values.ndim == 2 and isinstance(projection, Conv1D):
             values = values.T
-        return values.chunk(self.parts // len(self.projections))
+        return values.chunk(self.in_each)
 
     def given(self, projection: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
         """The output of each of its maps, `[..., d] -> [..., m]`; the projection is called."""
         made: Tensor = projection(x)
-        return made.chunk(self.parts // len(self.projections), dim=-1)
+        return made.chunk(self.in_each, dim=-1)
 
     def width(self, ffn: nn.Module) -> int | None:
         """`m`; None if the projection does not say."""
@@ -66,7 +71,7 @@ class Intermediate:
         count = getattr(first, "out_features", getattr(first, "nf", None))
         if count is None:
             return None
-        return int(count) * len(self.projections) // self.parts
+        return int(count) // self.in_each
 
 
 FORMS = (
