@@ -33,12 +33,12 @@ from torch.utils._device import _device_constructors
 from hf_depthroute.execution import costs
 
 # Tracing makes Python half as slow again. What these files run, other tests run too, or it runs in
-# processes that are not traced; of another long table, every fourth case counts.
+# processes that are not traced; of another table, a few cases count.
 LEFT_OUT_OF_COVERAGE = (
     "test_docs", "test_family_table", "test_fuzz", "test_invariants_causal",
     "test_invariants_execution", "test_invariants_state", "test_kill",
 )  # fmt: skip
-LONG_TABLE = 16
+CASES = 6
 LEFT_OUT = pytest.StashKey[int]()
 
 
@@ -48,15 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def counted(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The part of the suite that coverage is counted of (`make coverage`)."""
+def counted(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The part of `items` that coverage is counted of (`make coverage`)."""
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.path.stem not in LEFT_OUT_OF_COVERAGE:
             tables.setdefault(item.nodeid.split("[")[0], []).append(item)
-    return [
-        case for cases in tables.values() for case in cases[:: 4 if len(cases) > LONG_TABLE else 1]
-    ]
+    return {case for cases in tables.values() for case in cases[:: -(-len(cases) // CASES)]}
 
 
 def waits_for_the_night(item: pytest.Item) -> bool:
@@ -70,21 +68,19 @@ def waits_for_the_night(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--cov`, run what coverage is counted of; with `--nightly` or a test's own name
-    (`file::test`), all; else what does not wait for the night."""
-    if config.getoption("cov_source", default=None):
-        kept = counted(items)
-    elif config.getoption("nightly") or any("::" in argument for argument in config.args):
-        return
-    else:
-        kept = [item for item in items if not waits_for_the_night(item)]
-    chosen = set(kept)
-    left_out = [item for item in items if item not in chosen]
+    """Without `--nightly` or a test's own name (`file::test`), leave out what waits for the night;
+    with `--cov`, also what coverage is not counted of."""
+    chosen = items
+    if not config.getoption("nightly") and not any("::" in argument for argument in config.args):
+        chosen = [item for item in items if not waits_for_the_night(item)]
+    kept = counted(chosen) if config.getoption("cov_source", default=None) else set(chosen)
+    left_out = [item for item in items if item not in kept]
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = len(left_out)
     if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = len(left_out)
-    items[:] = kept
+    # In the order that they have: a fixture of a module is made once for each of its parameters.
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,6 +7,8 @@ and as the request asks for.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import copy
 import threading
 from contextvars import ContextVar
@@ -16,6 +18,7 @@ from fastapi import HTTPException
 
 from .serve_settings import Limits
 
+_GRACE = 5.0  # seconds, at the end of the process, for what is still computed
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 # What continuous batching has once, for all requests: fields of a generation config, what requests
 # call them, and the value that does nothing.
@@ -142,6 +145,15 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
             return queue, streamer
 
     class OneAtATime(Checked, GenerateManager):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            atexit.register(self.finish)
+
+        def finish(self) -> None:
+            """Wait for what the thread computes: Python aborts if it computes while Python ends."""
+            with contextlib.suppress(TimeoutError):
+                self.submit(int).result(_GRACE)
+
         async def generate_non_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
         ) -> Any:
@@ -157,8 +169,8 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
                 raise
 
         def async_submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-            # The thread sets the result of a future whose client has left, too.
-            return asyncio.shield(super().async_submit(fn, *args, **kwargs))
+            # The thread sets the result of a future whose client has left, or whose loop is closed.
+            return asyncio.shield(asyncio.wrap_future(self.submit(fn, *args, **kwargs)))
 
     class Continuous(Checked, CBGenerateManager):  # type: ignore[misc]
         def init_cb(self, model: Any, gen_config: Any) -> None:

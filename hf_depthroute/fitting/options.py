@@ -6,11 +6,13 @@ Shapes: B batch, T positions, N tokens, d model width.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 
@@ -34,6 +36,8 @@ from .text import Batches
 
 _DRAWS = 4  # of the text behind a prompt, whose gradients price the options
 _NO_BUDGET = 1e-3  # sinks are few, and no budget says how many
+_STEP = 1e-5  # of a prompt, in which savings are counted
+_ROUNDING = 1e-6  # of a step, by which a whole number of them may miss it
 
 
 # The routed part of a layer on a batch, and the stream behind its full path.
@@ -267,38 +271,34 @@ def config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRou
 def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> dict[int, Option]:
     """The options that save `wanted` together at the least predicted cost; `{}` if none do.
 
-    A knapsack, by Lagrange's multiplier: every layer takes what is best at one price for what is
-    saved. Of the sets that any price gives, it is the cheapest one that saves enough.
+    A knapsack, by dynamic programming over the layers: `cost[n]` is the least that the layers so
+    far cost if they save at least `n` steps of `_STEP`, to which savings are rounded down.
     """
-
-    def at(price: float) -> dict[int, Option]:
-        taken = {}
-        for index, fits in found.items():
-            option, fit = min(fits.items(), key=lambda item: item[1].nats - price * item[1].saved)
-            if fit.nats < price * fit.saved:
-                taken[index] = option
-        return taken
-
-    def saved(taken: Mapping[int, Option]) -> float:
-        return sum(found[index][option].saved for index, option in taken.items())
-
-    low = 0.0
-    high = 1e6
-    if saved(at(high)) < wanted:
+    needed = np.arange(math.ceil(wanted / _STEP - _ROUNDING) + 1)
+    cost = np.where(needed == 0, 0.0, np.inf)
+    turns: list[tuple[int, list[tuple[Option | None, int]], np.ndarray]] = []
+    for index, fits in found.items():
+        # Of what costs the same, the first is taken: what saves most, and the whole layer last.
+        options: list[tuple[Option | None, int]] = []
+        costs = []
+        for option, fit in sorted(fits.items(), key=lambda item: -item[1].saved):
+            if (steps := math.floor(fit.saved / _STEP + _ROUNDING)) > 0:
+                options.append((option, steps))
+                costs.append(cost[np.maximum(0, needed - steps)] + fit.nats)
+        options.append((None, 0))
+        costs.append(cost)
+        turns.append((index, options, np.argmin(costs, axis=0)))
+        cost = np.min(costs, axis=0)
+    if np.isinf(cost[-1]):
         return {}
-    for _ in range(100):
-        middle = 0.0
-        if low:
-            middle = (low + high) / 2
-        elif high > 1e-12:
-            middle = high / 16
-        if saved(at(middle)) >= wanted:
-            high = middle
-        else:
-            low = middle
-        if high - low <= 1e-9 * high:
-            break
-    return at(high)
+    chosen: dict[int, Option] = {}
+    left = len(needed) - 1
+    for index, options, best in reversed(turns):
+        option, steps = options[best[left]]
+        left = max(0, left - steps)
+        if option is not None:
+            chosen[index] = option
+    return dict(sorted(chosen.items()))
 
 
 def _savings(model: PeftModel, length: int, tail: int) -> Callable[[Routing, Option], float]:

@@ -430,6 +430,33 @@ def test_sigterm_ends_a_server_with_streams_and_leaves_nothing(
     assert not list(tmp_path.glob("depthroute*"))
 
 
+COMPUTES_AT_THE_END = """
+import sys, threading, torch
+from hf_depthroute.cli.serve_generation import limited_managers
+from hf_depthroute.cli.serve_settings import Limits
+
+begun = threading.Event()
+
+def compute():
+    begun.set()
+    for _ in range(200_000):
+        torch.ones(8) + 1
+
+limited_managers(Limits(8, 8, 1))[0]().submit(compute)
+begun.wait()
+sys.exit(143)
+"""
+
+
+@needs_serve
+def test_a_process_that_still_computes_ends_with_its_own_code() -> None:
+    """Python ends its threads where they come back to it, and in the middle of C++ that aborts."""
+    ended = subprocess.run(
+        [sys.executable, "-c", COMPUTES_AT_THE_END], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (143, "")
+
+
 @needs_serve
 def test_clients_that_vanish_are_not_computed_for(server: Server) -> None:
     server.post("/v1/completions", SHORT)  # the model is loaded
@@ -450,7 +477,7 @@ def test_clients_that_vanish_are_not_computed_for(server: Server) -> None:
 
 
 @needs_serve
-def test_an_answer_is_cut_to_the_models_positions(server: Server) -> None:
+def test_an_answer_is_cut_to_the_models_positions() -> None:
     from types import SimpleNamespace
 
     config = SimpleNamespace(

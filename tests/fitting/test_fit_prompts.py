@@ -130,7 +130,7 @@ def test_a_fused_ffn_has_neurons_as_one_that_is_not_fused() -> None:
     ids = tokens(2, 24, seed=9)
     with torch.no_grad():
         assert torch.allclose(base(ids).logits, twin(ids).logits, atol=1e-4)
-    one, other = (found(fit_router(model, TEXT, 0.6, config)) for model in (base, twin))
+    one, other = (found(fit_router(model, TEXT, 0.65, config)) for model in (base, twin))
     assert any(layer["branch"] == "neurons" for layer in one["layers"].values())
     assert one["layers"].keys() == other["layers"].keys()
     for index, layer in one["layers"].items():
@@ -477,7 +477,7 @@ def test_nothing_behind_the_last_layer_depends_on_a_prompt() -> None:
     assert torch.allclose(alone[0], gradients[0][:, 1:], atol=1e-5)  # a row's draws are its own
 
 
-def test_no_other_set_saves_as_much_and_costs_less() -> None:
+def test_no_other_set_saves_enough_and_costs_less() -> None:
     draw = random.Random(0)
     options = [Option("ffn", "lowrank", 1), Option("block", "lowrank", 1)]
     for _ in range(20):
@@ -486,17 +486,15 @@ def test_no_other_set_saves_as_much_and_costs_less() -> None:
             for i in range(5)
         }
         chosen = choose(fits, 0.4)
-        saved, cost = (
-            sum(getattr(fits[i][o], part) for i, o in chosen.items()) for part in ("saved", "nats")
-        )
+        cost = sum(fits[i][o].nats for i, o in chosen.items())
         if not chosen:
             assert sum(max(fit.saved for fit in row.values()) for row in fits.values()) < 0.4
             continue
-        assert saved >= 0.4
+        assert sum(fits[i][o].saved for i, o in chosen.items()) >= 0.4
         for other in itertools.product([None, *options], repeat=5):
             taken = [fits[i][o] for i, o in enumerate(other) if o is not None]
             assert (
-                sum(fit.saved for fit in taken) < saved - 1e-9
+                sum(fit.saved for fit in taken) < 0.4 + 1e-4  # less than the steps may miss
                 or sum(fit.nats for fit in taken) > cost - 1e-9
             )
 
@@ -720,7 +718,7 @@ def test_an_offloaded_base_is_fitted_as_any_other() -> None:
             cpu_offload(base, execution_device=torch.device("cpu"))
         models.append(
             fit_router(
-                base, TEXT, 0.6, DepthRouteConfig(layers="all", phases="prefill", prompt_tail=1)
+                base, TEXT, 0.65, DepthRouteConfig(layers="all", phases="prefill", prompt_tail=1)
             )
         )
     assert "neurons" in {option["branch"] for option in found(models[0])["layers"].values()}
