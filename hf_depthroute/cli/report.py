@@ -133,6 +133,7 @@ def _report_adapter(given: ReportOptions) -> Path:
         notes=notes,
         weighs=soft,
         decides=_decides(source.config),
+        undecided=source.config.undecided,
     )
     write_text(path, render_page(page))
     return path

@@ -87,6 +87,17 @@ class AdapterFields(RoutingFields):
         """How many of a sequence's last tokens run in full with `phases="prefill"`."""
         return self.prompt_tail or 1
 
+    @property
+    def undecided(self) -> str:
+        """Which tokens skip without a router's decision, in words; empty if a router decides."""
+        if not (GATES[self.gate].static or self.gate == "sinks"):
+            return ""
+        who = "every token"
+        if self.phases == "prefill":
+            last = f" {self.last_in_full}" if self.last_in_full > 1 else ""
+            who = f"every token of a prompt but the last{last}"
+        return f"{who}, attention sinks left out," if self.gate == "sinks" else who
+
     def gate_of(self, layer_index: int) -> str:
         """The gate of a routed layer: `"none"` in a static one."""
         if layer_index in (self.static_layers or ()):

@@ -85,6 +85,7 @@ class RunReport:
     weighs: bool = False  # every token runs in full, and gates weigh what is added (a memory)
     # the decision of the routers, in words
     decides: str = "for every token whether it runs the full layer."
+    undecided: str = ""  # the tokens that skip without a decision, in words
 
     @property
     def names(self) -> list[str]:

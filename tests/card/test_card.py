@@ -234,6 +234,23 @@ def test_it_says_what_is_routed(fields: dict[str, Any], said: str, saved_adapter
     assert ("set_budget(model" in text) == model.peft_config["default"].takes_budget()
 
 
+def test_an_adapter_that_decides_nothing_is_said_to(saved_adapter: Save) -> None:
+    """As a fit for prompts makes one: its card spoke of a router that decides for each token."""
+    fields: dict[str, Any] = {
+        "gate": "sinks",
+        "phases": "prefill",
+        "prompt_tail": 64,
+        "branch_pattern": {2: "none"},
+    }
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers="all", **fields))
+    card = (saved_adapter(model) / "README.md").read_text()
+    who = "every token of a prompt but the last 64, attention sinks left out,"
+    assert f"nothing decides: {who} skips the same part." in card
+    assert "replaced by a low-rank branch, and in some layers otherwise (see the table)." in card
+    assert "router decides" not in card and "rule in training" not in card
+    assert "| budget | none |" in card
+
+
 @pytest.mark.parametrize("branch", CHOICES["branch"])
 def test_it_says_what_stands_in_for_what_is_skipped(branch: str, saved_adapter: Save) -> None:
     table = {"memory_slots": 8192, "memory_width": 4} if branch == "memory" else {}

@@ -339,6 +339,19 @@ def test_an_adapter_without_budgets_gets_a_page(folders, tmp_path, capsys):
     assert '<th scope="row">0.5</th>' not in page
 
 
+def test_where_no_router_decides_the_page_says_who_skips(folders, tmp_path, capsys):
+    _, text = folders
+    base = transformers.AutoModelForCausalLM.from_pretrained(folders[0].parent / "base")
+    model = routed(base, phases="prefill", gate="sinks", prompt_tail=2)
+    model.save_pretrained(tmp_path / "sinks")
+    shown = ("--dataset", text, "--length", 18, "--blocks", 4, "--samples", 1, "--no-speed")
+    code, _, err = run(capsys, tmp_path / "sinks", *shown, "--out", tmp_path / "page.html")
+    assert code == 0, err
+    page = (tmp_path / "page.html").read_text()
+    who = "every token of a prompt but the last 2, attention sinks left out, skips the routed part."
+    assert f"No router decides: {who}" in page and "Routers in" not in page
+
+
 def test_of_prompts_alone_the_page_is_about_the_text_behind_them(folders, tmp_path, capsys):
     _, text = folders
     base = transformers.AutoModelForCausalLM.from_pretrained(folders[0].parent / "base")
