@@ -3,9 +3,11 @@ by their loss or by lm-eval's tasks."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,6 +130,36 @@ def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Meas
     return content, header, cells
 
 
+@contextlib.contextmanager
+def _lm_evals_errors_alone() -> Iterator[None]:
+    """Inside the block, lm-eval logs errors alone; at its end a note tells of prompts that it cut,
+    of each of which it has a warning."""
+    cut = []
+
+    def shown_one(record: logging.LogRecord) -> bool:
+        if "runcat" in record.getMessage():  # truncated, truncating, left truncation
+            cut.append(record)
+        return record.levelno >= logging.ERROR
+
+    logger = logging.getLogger("lm_eval")
+    handler = logging.StreamHandler()
+    handler.addFilter(shown_one)
+    before = logger.handlers, logger.level, logger.propagate
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.handlers, _, logger.propagate = before
+        logger.setLevel(before[1])
+    if cut:
+        say(
+            "note: some prompts are longer than what the model reads, and lost their beginning "
+            "(--debug shows lm-eval's own lines)",
+            sys.stderr,
+        )
+
+
 def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Measured:
     tokenizer = source.tokenizer()
     try:
@@ -136,15 +168,12 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
         from ..inference.non_finite import finite_logits
     except ImportError as error:
         raise CliError('--tasks needs lm-eval: pip install "lm-eval[hf]"') from error
-    if not options.debug:
-        import logging
-
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)
     routed = source.routed(source.base_model())
     source.check_fitted(routed, budgets)
     how = o.values_of(options, (*_OF_TASKS, "batch_size"))
     names = [name.strip() for name in str(options.tasks).split(",")]
-    with refused(f"--tasks {options.tasks}: "), finite_logits(routed):
+    quiet = contextlib.nullcontext() if options.debug else _lm_evals_errors_alone()
+    with quiet, refused(f"--tasks {options.tasks}: "), finite_logits(routed):
         runs = evaluate_tasks(routed, tokenizer, names, budgets, **how)
     from lm_eval.utils import handle_non_serializable
 

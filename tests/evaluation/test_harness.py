@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -304,6 +305,25 @@ def test_the_command_prints_a_table_and_writes_lm_evals_results(
         main(["eval", "--adapter", str(tmp_path / "adapter")])
     assert caught.value.code == 2
     assert "give one of --dataset and --tasks" in capsys.readouterr().err
+
+
+def test_the_command_says_that_prompts_were_cut(
+    base: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """lm-eval warns of each, among other lines that are not shown."""
+    short = tmp_path / "base"
+    shutil.copytree(base, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    routed(AutoModelForCausalLM.from_pretrained(short)).save_pretrained(tmp_path / "adapter")
+    words = ["eval", str(tmp_path / "adapter"), "--tasks", "small_choice", "--include-path"]
+    for limit, said in (("1", False), ("12", True)):  # the first question has two words
+        with pytest.raises(SystemExit) as caught:
+            main([*words, str(tasks), "--limit", limit, "--budgets", "1"])
+        err = capsys.readouterr().err
+        assert caught.value.code == 0, err
+        assert ("note: some prompts are longer than what the model reads" in err) == said
+        assert "Truncating" not in err
 
 
 def test_a_folder_of_tasks_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
