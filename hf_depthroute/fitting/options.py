@@ -278,7 +278,7 @@ def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> di
     cost = np.where(needed == 0, 0.0, np.inf)
     turns: list[tuple[int, list[tuple[Option | None, int]], np.ndarray]] = []
     for index, fits in found.items():
-        # Of what costs the same, the first is taken: what saves most, and the whole layer last.
+        # Of what costs the same, the first is taken: what saves most; a full layer comes last.
         options: list[tuple[Option | None, int]] = []
         costs = []
         for option, fit in sorted(fits.items(), key=lambda item: -item[1].saved):
