@@ -1,6 +1,9 @@
 """A program that serves prompts with vLLM in a process of its own:
 `python vllm_worker.py REQUEST.json ANSWER.json`.
 
+Without arguments it reads the two paths from a line of its input, answers, prints the second, and
+reads the next line: vLLM takes longer to import than to serve a small model.
+
 A request is a list of engines, one after the other: each has `model`, `adapter` (settings),
 `options` of `vllm.LLM`, `new_tokens`, and `passes`, lists of calls, each a list of prompts;
 `budgets` are pairs of a prompt and the budget that it asks for. An answer has, for every engine,
@@ -99,6 +102,16 @@ def serve(engine: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def answer(request: str, file: str) -> None:
+    engines = json.loads(Path(request).read_text())
+    Path(file).write_text(json.dumps([serve(engine) for engine in engines]))
+
+
 if __name__ == "__main__":
-    request = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps([serve(engine) for engine in request]))
+    if len(sys.argv) == 3:
+        answer(*sys.argv[1:])
+    else:
+        for line in sys.stdin:
+            paths = json.loads(line)
+            answer(*paths)
+            print(paths[1], flush=True)

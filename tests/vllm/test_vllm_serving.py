@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -40,6 +41,7 @@ EMBEDDED = ROOT / "recipes" / "embedded_base" / "model"
 STORIES = ROOT.parent / "shared" / "data" / "stories260k"
 LENGTHS = (3, 5, 8, 13, 21, 34, 47, 55, 89, 120, 144, 233, 300)
 NEW_TOKENS = 40
+WORKER = str(HELPERS / "vllm_worker.py")
 SLOW = 900  # seconds for one engine, compilation included, on a busy machine
 
 Answer = dict[str, Any]
@@ -71,11 +73,8 @@ def generated(model: Any, given: list[list[int]]) -> list[list[int]]:
 def run_worker(
     folder: Path, engines: list[dict[str, Any]], **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`vllm_worker.py`, whose answer is `answer.json`."""
-    request, answer = folder / "request.json", folder / "answer.json"
-    answer.unlink(missing_ok=True)
-    request.write_text(json.dumps(engines))
-    worker = [sys.executable, str(HELPERS / "vllm_worker.py"), str(request), str(answer)]
+    """`vllm_worker.py` in a process of its own, whose answer is `answer.json`."""
+    worker = [sys.executable, WORKER, *written(folder, engines)]
     how: dict[str, Any] = {
         "capture_output": True,
         "text": True,
@@ -85,10 +84,66 @@ def run_worker(
     return subprocess.run(worker, timeout=SLOW * len(engines), **how)
 
 
+def written(folder: Path, engines: list[dict[str, Any]]) -> tuple[str, str]:
+    """The paths of a request and of its answer to be."""
+    request, answer = folder / "request.json", folder / "answer.json"
+    answer.unlink(missing_ok=True)
+    request.write_text(json.dumps(engines))
+    return str(request), str(answer)
+
+
+class Worker:
+    """`vllm_worker.py` in a process that answers one request after another."""
+
+    def __init__(self, folder: Path) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [sys.executable, WORKER],
+            stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=folder,
+        )  # fmt: skip
+
+    def answer(self, folder: Path, engines: list[dict[str, Any]]) -> None:
+        """Have `answer.json` written; the process's last lines where it fails."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        paths = written(folder, engines)
+        self.process.stdin.write(json.dumps(paths) + "\n")
+        self.process.stdin.flush()
+        late = threading.Timer(SLOW * len(engines), self.process.kill)
+        late.start()
+        said = [""]
+        try:
+            while said[-1].rstrip() != paths[1]:
+                said.append(self.process.stdout.readline())
+                assert said[-1], "".join(said[-40:])  # it has ended
+        finally:
+            late.cancel()
+
+
+WORKERS: list[Worker] = []  # the one that is running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_end() -> Iterator[None]:
+    yield
+    for worker in WORKERS:
+        worker.process.kill()
+        worker.process.wait()
+
+
 def serve(folder: Path, engines: list[dict[str, Any]]) -> list[Answer]:
-    """The answers of `vllm_worker.py`; its last lines where it fails."""
-    ended = run_worker(folder, engines)
-    assert ended.returncode == 0, "\n".join((ended.stdout + ended.stderr).splitlines()[-40:])
+    """The answers of `vllm_worker.py`; its last lines where it fails.
+
+    Engines that compile or start processes get one of their own.
+    """
+    if any(
+        not e["options"]["enforce_eager"] or "tensor_parallel_size" in e["options"] for e in engines
+    ):
+        ended = run_worker(folder, engines)
+        assert ended.returncode == 0, "\n".join((ended.stdout + ended.stderr).splitlines()[-40:])
+    else:
+        if not WORKERS or WORKERS[-1].process.poll() is not None:
+            WORKERS.append(Worker(folder))
+        WORKERS[-1].answer(folder, engines)
     found: list[Answer] = json.loads((folder / "answer.json").read_text())
     return found
 
