@@ -90,13 +90,14 @@ class AdapterFields(RoutingFields):
     @property
     def undecided(self) -> str:
         """Which tokens skip without a router's decision, in words; empty if a router decides."""
-        if not (GATES[self.gate].static or self.gate == "sinks"):
+        gate = GATES[self.gate]
+        if not (gate.static or gate.spares):
             return ""
         who = "every token"
         if self.phases == "prefill":
             last = f" {self.last_in_full}" if self.last_in_full > 1 else ""
             who = f"every token of a prompt but the last{last}"
-        return f"{who}, attention sinks left out," if self.gate == "sinks" else who
+        return f"{who}, {gate.spares} left out," if gate.spares else who
 
     def gate_of(self, layer_index: int) -> str:
         """The gate of a routed layer: `"none"` in a static one."""

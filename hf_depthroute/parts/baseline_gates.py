@@ -92,6 +92,7 @@ class SinkGate(Thresholds, Gate):
     default_selection = "threshold"
     default_threshold = 0.0
     reads = "residual"
+    spares = "attention sinks"
 
     def __init__(self, width: int, config: object, scores: int = 1) -> None:
         super().__init__(width, config, scores)

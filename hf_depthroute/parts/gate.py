@@ -131,6 +131,7 @@ class Gate(nn.Module, ABC):
         spares_layer_0: It never routes layer 0; where the configuration names no layers, it routes
             all others.
         static: It decides nothing: every token takes the cheap path, and the budget has no say.
+        spares: Whom alone it lets run in full, in words, if nothing of it trains or is budgeted.
         exits: A token that takes the cheap path takes it in every later layer, too.
         reads_logits: `connect` gives it the final norm and the LM head.
         predicts_outcomes: It is trained on the outcomes of both paths, `z_full` and `z_cheap` in
@@ -159,6 +160,7 @@ class Gate(nn.Module, ABC):
     reads: ClassVar[str | None] = None
     spares_layer_0: ClassVar[bool] = False
     static: ClassVar[bool] = False
+    spares: ClassVar[str] = ""
     exits: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
     predicts_outcomes: ClassVar[bool] = False
