@@ -132,26 +132,26 @@ def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Meas
 
 @contextlib.contextmanager
 def _lm_evals_errors_alone() -> Iterator[None]:
-    """Inside the block, lm-eval logs errors alone; at its end a note tells of prompts that it cut,
-    of each of which it has a warning."""
+    """Inside the block, lm-eval logs errors alone; a note at its end tells of prompts that it cut,
+    for each of which it has a warning."""
     cut = []
 
-    def shown_one(record: logging.LogRecord) -> bool:
+    def is_shown(record: logging.LogRecord) -> bool:
         if "runcat" in record.getMessage():  # truncated, truncating, left truncation
             cut.append(record)
         return record.levelno >= logging.ERROR
 
     logger = logging.getLogger("lm_eval")
     handler = logging.StreamHandler()
-    handler.addFilter(shown_one)
-    before = logger.handlers, logger.level, logger.propagate
+    handler.addFilter(is_shown)
+    handlers, level, propagate = logger.handlers, logger.level, logger.propagate
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        logger.handlers, _, logger.propagate = before
-        logger.setLevel(before[1])
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
     if cut:
         say(
             "note: some prompts are longer than what the model reads, and lost their beginning "

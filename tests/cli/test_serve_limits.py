@@ -439,7 +439,7 @@ begun = threading.Event()
 
 def compute():
     begun.set()
-    for _ in range(200_000):
+    for _ in range(50_000):
         torch.ones(8) + 1
 
 limited_managers(Limits(8, 8, 1))[0]().submit(compute)
