@@ -41,8 +41,8 @@ _OPTIONS = {  # of vLLM
         "the rows of rejected tokens would be routed and counted; hf_depthroute.lossless_generate "
         "drafts itself"
     ),
-    "--enable-lora": (
-        "vLLM finds a row's LoRA by its place in the batch, and gathered rows have another"
+    "--fully-sharded-loras": (
+        "gathered rows get their LoRA from code of this library, which needs its whole rank"
     ),
     "--kv-transfer-config": (
         "keys and values of other engines are those of another budget, or of none"
@@ -67,6 +67,8 @@ def check_all(vllm_config: Any) -> None:
     settings = settings_of(hf_config)
     config = read_adapter(settings.adapter)
     check_adapter(config)
+    if vllm_config.lora_config is not None:
+        check_lora(config, vllm_config.parallel_config.tensor_parallel_size)
     if settings.request_budgets:
         check_request_budgets(config, getattr(vllm_config, "use_v2_model_runner", False))
 
@@ -86,6 +88,20 @@ def check_request_budgets(config: DepthRouteConfig, v2_runner: bool = False) -> 
         raise ConfigError(
             "request_budgets=True: vLLM's second model runner tells nobody which request a row is "
             "of; set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+
+
+def check_lora(config: DepthRouteConfig, processes: int) -> None:
+    """Refuse LoRAs where a process has a part of what a branch would read of them.
+
+    Raises:
+        ConfigError: A branch is made of the FFN's own neurons, and `processes` share the FFN.
+    """
+    branches = {config.branch, *(config.branch_pattern or {}).values()}
+    if processes > 1 and "neurons" in branches:
+        raise ConfigError(
+            "--enable-lora with --tensor-parallel-size is not supported with branch='neurons': its "
+            "neurons, which a LoRA may change, are spread over the processes"
         )
 
 
@@ -172,7 +188,7 @@ def check_engine(vllm_config: Any) -> None:
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
         "--enable-dbo": parallel.enable_dbo,
         "--speculative-config": vllm_config.speculative_config is not None,
-        "--enable-lora": vllm_config.lora_config is not None,
+        "--fully-sharded-loras": getattr(vllm_config.lora_config, "fully_sharded_loras", False),
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
         "--quantization": model.quantization is not None,
         "--enable-sleep-mode": model.enable_sleep_mode,

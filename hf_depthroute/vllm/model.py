@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from ..routing.routing import ROUTING
 from .budgets import KEY
 from .counts import RowLog
 from .limits import check_engine
+from .lora import LoraRows
+from .neurons import OwnNeurons
 from .routings import load_routings
 from .settings import Settings, settings_of, tell_apart
 from .step import NAME, OPERATOR, RoutedStep, served_forward
@@ -34,8 +36,8 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
     """The architecture that vLLM is told to build (`hf_depthroute_vllm.ARCHITECTURE`), with the
     `Settings` in the model's configuration."""
 
-    supports_lora = False
     supports_pp = False
+    embedding_modules: ClassVar[dict[str, str]] = {}  # vLLM refuses LoRAs of the embeddings
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         check_engine(vllm_config)
@@ -59,6 +61,7 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
         if self.tp_group.rank_in_group == 0:
             counts = {count.layer_index: count for count in RowLog(sorted(routings)).counts}
         compilation = self.vllm_config.compilation_config
+        self._loras = LoraRows() if self.vllm_config.lora_config is not None else None
         for index, layer in enumerate(getattr(find_decoder(self.model, family), family.layers)):
             swap(layer, served_forward)
             if index not in routings:
@@ -68,10 +71,33 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
             name = f"{prefix}depth_route.{index}"
             setattr(layer, NAME, name)
             budgets = compilation.static_forward_context.get(KEY)
-            compilation.static_forward_context[name] = RoutedStep(layer, counts.get(index), budgets)
+            step = RoutedStep(layer, counts.get(index), budgets, self._loras)
+            compilation.static_forward_context[name] = step
         if compilation.splitting_ops and OPERATOR not in compilation.splitting_ops:
             # Its shapes depend on data: no graph may hold it.
             compilation.splitting_ops.append(OPERATOR)
+
+    @property
+    def lora_manager(self) -> Any:
+        """vLLM's `LoRAModelManager`, which it puts here after it has wrapped the linear layers."""
+        return self._manager
+
+    @lora_manager.setter
+    def lora_manager(self, manager: Any) -> None:
+        assert self._loras is not None
+        self._manager = manager
+        family = row_of(self.config)
+        ffns = []
+        for layer in getattr(find_decoder(self.model, family), family.layers):
+            routing = layer._modules.get(ROUTING)
+            if routing is None or not routing.active_target().skips_ffn:
+                continue
+            ffn = getattr(layer, family.ffn)
+            ffns.append(ffn)
+            for branch in routing.depth_route_branch.values():
+                if isinstance(branch, OwnNeurons):
+                    branch.reads_loras_of(ffn, self._loras)
+        self._loras.adopt(manager, ffns)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """The base's weights; the adapter's are there already, and vLLM asks for all names."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ..base.intermediate import intermediate_of
 from ..config.rules import ConfigError
 from ..parts.neurons import NeuronBranch
 from ..routing.routing import Routing
@@ -28,11 +29,13 @@ class OwnNeurons(nn.Module):
     `[..., d] -> [..., d]`.
 
     `maps` are `weight` `[r, d]` and, where there is one, `bias` `[r]` of each projection; the one
-    before the activation is the first.
+    before the activation is the first. `neurons` are their places in the intermediate, int64 `[r]`,
+    and `output` is the FFN's name of the projection from it.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    neurons: Tensor
 
     def __init__(
         self,
@@ -40,11 +43,17 @@ class OwnNeurons(nn.Module):
         maps: Sequence[Mapping[str, Tensor]],
         activation: Any,
         down: nn.Module,
+        neurons: Tensor,
+        output: str,
     ) -> None:
         super().__init__()
         self.norm = norm
         self.activation = activation
         self.down = down
+        self.register_buffer("neurons", neurons)
+        self._output = output
+        self._stacked: list[tuple[Tensor, Tensor]] = []  # of LoRAs, by slot
+        self._loras: Any = None
         self._maps = len(maps)
         for name in ("weight", "bias"):
             rows = [values[name] for values in maps if name in values]
@@ -55,12 +64,34 @@ class OwnNeurons(nn.Module):
     def forward(self, a: Tensor) -> Tensor:
         x = a if self.norm is None else self.norm(a)
         read = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        if self._stacked:
+            self._add(read.view(-1, read.shape[-1]), x.reshape(-1, x.shape[-1]))
         first, *others = read.chunk(self._maps, -1)
         hidden = self.activation(first)
         if others:
             hidden = hidden * others[0]
         out: Tensor = self.down(hidden.to(a.dtype))
         return out
+
+    def reads_loras_of(self, ffn: nn.Module, loras: Any) -> None:
+        """Be from now on a branch of `ffn` with the LoRA of the rows, which `loras` knows."""
+        layers: list[Any] = [
+            module for name, module in ffn.named_children() if name != self._output
+        ]
+        wrapped = [layer for layer in layers if hasattr(layer, "lora_a_stacked")]
+        self._stacked = [
+            pair for layer in wrapped for pair in zip(layer.lora_a_stacked, layer.lora_b_stacked)
+        ]
+        self._loras = loras
+
+    def _add(self, read: Tensor, x: Tensor) -> None:
+        """Add to what the maps read, `[n, maps r]`, what a LoRA makes of `x`, `[n, d]`."""
+        in_each = self._maps // len(self._stacked)
+        width = in_each * len(self.neurons)
+        for part, (a, b) in zip(read.split(width, -1), self._stacked):
+            step = b.shape[2] // in_each
+            places = torch.cat([self.neurons + step * index for index in range(in_each)])
+            self._loras.add_lora_linear(part, x, [a], [b[:, :, places]], 1.0, [width])
 
 
 def own_neurons(
@@ -85,7 +116,9 @@ def own_neurons(
         front = None
         if norm is not None:
             front = _with_values(norm, stored[norm])
-        group[key] = OwnNeurons(front, kept, activation, branch.down)
+        form = intermediate_of(branch.sources()[-1])
+        assert form is not None
+        group[key] = OwnNeurons(front, kept, activation, branch.down, branch.neurons, form.output)
 
 
 def _rows(

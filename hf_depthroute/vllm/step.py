@@ -11,6 +11,8 @@ tokens only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,6 +23,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ..base.sublayers import attended, attention_update, ffn_map, norm_of, normed_for_ffn
+from ..execution.call import RoutedCall
 from ..execution.decode import DECODE_ROWS, supports_decode
 from ..execution.executors import executor_of
 from ..execution.layer import call_on_stream
@@ -34,6 +37,7 @@ from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
 from .budgets import RequestBudgets
 from .counts import RowCount
+from .lora import NONE, LoraRows
 
 OPERATOR = "hf_depthroute::routed"
 NAME = "depth_route_name"  # the attribute of a routed layer that the operator finds it by
@@ -45,15 +49,21 @@ _library = torch.library.Library("hf_depthroute", "FRAGMENT")
 class RoutedStep:
     """The operator's work for `layer`, a decoder layer that holds adapter state.
 
-    Its rows go to `count`, unless another process counts them. `budgets` are those of requests.
+    Its rows go to `count`, unless another process counts them. `budgets` and `loras` are those of
+    requests.
     """
 
     def __init__(
-        self, layer: nn.Module, count: RowCount | None, budgets: RequestBudgets | None = None
+        self,
+        layer: nn.Module,
+        count: RowCount | None,
+        budgets: RequestBudgets | None = None,
+        loras: LoraRows | None = None,
     ) -> None:
         self.layer = layer
         self.count = count
         self._budgets = budgets
+        self._loras = loras
         routing = cast(Routing, layer._modules[ROUTING])
         self._generates_in_full = routing.active_config().phases == "prefill"
         self._prompts = -1  # of the routing, that what is below was made for
@@ -93,24 +103,42 @@ class RoutedStep:
         bars = []
         if len(plans) != 1:
             bars = [self._threshold_of(routing, plans[budget]) for budget in asked]
+        groups = self._groups(routing, rows)
         joint = None
         if generates and rows == real and rows <= DECODE_ROWS and plan.target.row_wise:
-            joint = self._joint_of(routing, plan)
+            # Rows of one LoRA, or of none.
+            joint = self._joint_of(routing, plan) if len(groups) == 1 else None
         if joint is not None:
             bar = bars or self._threshold_of(routing, plan)
             # To a layer, rows of one sequence are what one row of each of as many sequences is:
             # `[N, 1, d]`.
             own = stream.transpose(0, 1).clone()
             ffn = ffn_map(self.layer, routing.family)
-            after, chosen = joint.run(own, bar, ffn, given.transpose(0, 1))
+            with self._lora(*groups):
+                after, chosen = joint.run(own, bar, ffn, given.transpose(0, 1))
             return self._counted(after.transpose(0, 1), len(chosen), real)
         if bars:
             plan = replace(plan, threshold=_of_rows(bars, batch, rows, stream.device))
-        out, ran = self._by_plan(routing, plan, stream, given, real)
+        out, ran = self._by_plan(routing, plan, stream, given, real, groups)
         return self._counted(out, ran, real)
 
+    def _groups(self, routing: Routing, rows: int) -> dict[int, list[range]]:
+        """The rows that may enter the FFN together, by the slot of the LoRA that changes it."""
+        if self._loras is None:
+            return {NONE: [range(rows)]}
+        return self._loras.groups(getattr(self.layer, routing.family.ffn), rows)
+
+    def _lora(self, slot: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._loras is None else self._loras.of(slot)
+
     def _by_plan(
-        self, routing: Routing, plan: RoutePlan, stream: Tensor, given: Tensor, real: int | None
+        self,
+        routing: Routing,
+        plan: RoutePlan,
+        stream: Tensor,
+        given: Tensor,
+        real: int | None,
+        groups: Mapping[int, Sequence[range]],
     ) -> tuple[Tensor, Tensor]:
         """The stream as the library's executors compute it, and the rows in full, int64 `[]`."""
         rows = stream.shape[1]
@@ -120,12 +148,27 @@ class RoutedStep:
         target = target_of(plan)
         if isinstance(target, AttentionTarget):
             call = call_on_stream(self.layer, plan, target, stream, token_mask, {})
-            return target.from_update(call, given[call.mask]), call.mask.sum()
-        if not routing.family.parallel:
-            stream = stream.clone()  # an executor may overwrite it
-        call = call_on_stream(self.layer, plan, target, stream, token_mask, {}, normed=given)
-        call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
-        return executor_of(call).run(call), call.mask.sum()
+        else:
+            call = call_on_stream(self.layer, plan, target, stream, token_mask, {}, normed=given)
+            call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
+        if len(groups) == 1:
+            with self._lora(*groups):
+                return self._run(call, given), call.mask.sum()
+        out = torch.empty_like(stream)
+        for slot, spans in groups.items():
+            index = torch.cat([torch.arange(s.start, s.stop, device=out.device) for s in spans])
+            with self._lora(slot):
+                part = call.of((slice(None), index), {})
+                out[:, index] = self._run(part, given[:, index])
+        return out, call.mask.sum()
+
+    def _run(self, call: RoutedCall, given: Tensor) -> Tensor:
+        """The stream after the routed part, from what was decided, each `[1, n, d]`."""
+        if isinstance(call.target, AttentionTarget):
+            return call.target.from_update(call, given[call.mask])
+        if not call.family.parallel:
+            call = replace(call, stream=call.stream.clone())  # an executor may overwrite it
+        return executor_of(call).run(call)
 
     def _counted(self, out: Tensor, ran: Tensor | int | None, real: int | None) -> Tensor:
         """`out`, after `real` rows were given, of which `ran` ran in full."""

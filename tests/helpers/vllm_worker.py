@@ -6,8 +6,8 @@ reads the next line: vLLM takes longer to import than to serve a small model.
 
 A request is a list of engines, one after the other: each has `model`, `adapter` (settings),
 `options` of `vllm.LLM`, `new_tokens`, and `passes`, lists of calls, each a list of prompts;
-`budgets` are pairs of a prompt and the budget that it asks for. An answer has, for every engine,
-`tokens` in the shape of the passes, `cached` (tokens of prompts that the prefix cache had), and for
+`budgets` are pairs of a prompt and the budget that it asks for, `loras` of a prompt and the folder
+of its LoRA. An answer has, for every engine, `tokens` in the shape of the passes, `cached` (tokens of prompts that the prefix cache had), and for
 every process, by routed layer, `entered` (rows that entered its MLP) and `counted` (rows in full,
 rows).
 """
@@ -57,6 +57,7 @@ def counted(model: Any) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
 def serve(engine: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.lora.request import LoRARequest
 
     from hf_depthroute.vllm.settings import BUDGET, Settings
 
@@ -81,12 +82,21 @@ def serve(engine: dict[str, Any]) -> dict[str, Any]:
         budget = budgets.get(tuple(prompt))
         return SamplingParams(**how, extra_args=None if budget is None else {BUDGET: budget})  # type: ignore[arg-type]
 
+    folders = {tuple(prompt): folder for prompt, folder in engine.get("loras", [])}
+    names = sorted(set(folders.values()))
+
+    def lora(prompt: list[int]) -> LoRARequest | None:
+        folder = folders.get(tuple(prompt))
+        return None if folder is None else LoRARequest(folder, 1 + names.index(folder), folder)
+
     tokens, cached = [], 0
     for calls in engine["passes"]:
         answers = []
         for prompts in calls:
             given = [{"prompt_token_ids": prompt} for prompt in prompts]
-            outputs = llm.generate(given, [greedy(prompt) for prompt in prompts], use_tqdm=False)  # type: ignore[arg-type]
+            how_each = [greedy(prompt) for prompt in prompts]
+            requested = [lora(prompt) for prompt in prompts] if names else None
+            outputs = llm.generate(given, how_each, use_tqdm=False, lora_request=requested)  # type: ignore[arg-type]
             answers.append([list(output.outputs[0].token_ids) for output in outputs])
             cached += sum(output.num_cached_tokens or 0 for output in outputs)
         tokens.append(answers)

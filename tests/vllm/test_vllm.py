@@ -30,6 +30,7 @@ from hf_depthroute.vllm.limits import (
     check_adapter,
     check_base_config,
     check_engine,
+    check_lora,
     check_request_budgets,
 )
 from hf_depthroute.vllm.routings import load_routings
@@ -239,7 +240,7 @@ def engine(**changed: Any) -> Any:
         ("parallel_config__enable_expert_parallel", True),
         ("parallel_config__enable_dbo", True),
         ("speculative_config", object()),
-        ("lora_config", object()),
+        ("lora_config", SimpleNamespace(fully_sharded_loras=True)),
         ("kv_transfer_config", object()),
         ("model_config__quantization", "fp8"),
         ("model_config__enable_sleep_mode", True),
@@ -257,6 +258,16 @@ def test_an_engine_that_would_give_other_tokens_is_refused(name: str, value: Any
     ) as refused:
         check_engine(engine(**{name: value}))
     assert "\n" not in str(refused.value)
+
+
+def test_loras_of_neurons_are_refused_where_processes_share_an_ffn() -> None:
+    check_engine(engine(lora_config=SimpleNamespace(fully_sharded_loras=False)))
+    check_lora(DepthRouteConfig(), processes=2)
+    for fields in ({"branch": "neurons"}, {"branch_pattern": {3: "neurons"}}):
+        config = DepthRouteConfig(layers=[2, 3], **fields)
+        check_lora(config, processes=1)
+        with pytest.raises(ConfigError, match="--enable-lora with --tensor-parallel-size is not"):
+            check_lora(config, processes=2)
 
 
 @pytest.mark.parametrize("given", [None, {}, {"adapter": 3}, {"adapter": "a", "layers": [1]}])

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 from models import make_consequential, randomised
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from places import HELPERS, ROOT
 from ports import free_port
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -194,7 +194,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return calibrated_llama(tmp_path_factory.mktemp("llama"))
 
 
-def calibrated_llama(folder: Path, **fields: Any) -> Case:
+def calibrated_llama(folder: Path, given: slice = slice(None), **fields: Any) -> Case:
     model = get_depth_routed_model(
         AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32),
         DepthRouteConfig(layers=[1, 2, 4, 5], **fields),
@@ -205,7 +205,7 @@ def calibrated_llama(folder: Path, **fields: Any) -> Case:
             parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     text = torch.randint(3, model.config.vocab_size, (8, 128), generator=generator)
     calibrate(model, [{"input_ids": text}])
-    return Case(folder, EMBEDDED, model)
+    return Case(folder, EMBEDDED, model, prompts(model.config.vocab_size)[given])
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +374,8 @@ def test_whole_blocks_are_served(fields: dict[str, Any], tmp_path: Path) -> None
     assert all(0.2 * rows < full < 0.8 * rows for full, rows in counted.values())
 
 
-OWN = (0.25, None, 1.0, 0.75)  # budgets of requests, in turn; None: the server's
+Budgets = tuple[float | None, ...]
+OWN: Budgets = (0.25, None, 1.0, 0.75)  # of requests, in turn; None: the server's
 
 
 def expected_at(case: Case, phases: str, server: float | None = None) -> list[list[int]]:
@@ -420,12 +421,108 @@ def test_requests_of_other_budgets_in_one_batch_are_those_alone(
     assert entered == {index: full for index, (full, _) in counted.items()}
 
 
-def test_a_server_takes_a_budget_with_a_request(llama: Case, tmp_path: Path) -> None:
-    expected = expected_at(llama, "all")
-    with server(llama, tmp_path / "log", "--request-budgets") as port:
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LORAS = {  # of requests, in turn; the last one of none
+    "attention": ATTENTION,
+    "ffn": ["gate_proj", "down_proj"],
+    "both": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],
+    "": [],
+}
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with LoRAs of the embedded base, drawn at random."""
+    folder = tmp_path_factory.mktemp("loras")
+    generator = torch.Generator().manual_seed(0)
+    for name, targets in LORAS.items():
+        if not targets:
+            continue
+        config = LoraConfig(target_modules=targets, r=4, lora_alpha=8, task_type="CAUSAL_LM")
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(EMBEDDED), config, name)
+        for weights, parameter in model.named_parameters():
+            if "lora_" in weights:
+                parameter.data.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+        model.save_pretrained(folder)
+    return folder
+
+
+def lora_of(index: int) -> str:
+    """The name of the LoRA of a prompt; empty for none."""
+    return list(LORAS)[index % len(LORAS)]
+
+
+def expected_with(case: Case, loras: Path, budgets: Budgets) -> list[list[int]]:
+    """What `generate` continues each prompt with, with its LoRA and its budget."""
+    from hf_depthroute import use_budget
+
+    found: list[list[int]] = [[]] * len(case.prompts)
+    for name in LORAS:
+        base: Any = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+        if name:
+            base = PeftModel.from_pretrained(base, str(loras / name), name).get_base_model()
+        model = PeftModel.from_pretrained(base, str(case.adapter), "router").eval()
+        for index, prompt in enumerate(case.prompts):
+            if lora_of(index) == name:
+                budget = budgets[index % len(budgets)]
+                with contextlib.nullcontext() if budget is None else use_budget(model, budget):
+                    (found[index],) = generated(model, [prompt])
+    return found
+
+
+def check_loras(
+    case: Case, loras: Path, options: dict[str, Any], budgets: Budgets = (None,)
+) -> None:
+    """Prompts together and alone, with LoRAs, continue as `generate` does."""
+    expected = expected_with(case, loras, budgets)
+    engine = case.engine(
+        [case.together, case.alone],
+        {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8} | options,
+        request_budgets=len(budgets) > 1 or None,
+    )
+    engine["loras"] = [
+        (prompt, str(loras / lora_of(index)))
+        for index, prompt in enumerate(case.prompts)
+        if lora_of(index)
+    ]
+    engine["budgets"] = [
+        (prompt, budgets[index % len(budgets)]) for index, prompt in enumerate(case.prompts)
+    ]
+    (answer,) = serve(case.folder, [engine])
+    for calls in answer["tokens"]:
+        assert [tokens for call in calls for tokens in call] == expected
+    unchanged = [tokens == other for tokens, other in zip(expected, case.expected)]
+    assert not any(same for index, same in enumerate(unchanged) if lora_of(index))
+    (entered,), (counted,) = answer["entered"], answer["counted"]
+    assert entered == {index: full for index, (full, _) in counted.items()}
+
+
+def test_requests_with_loras_in_one_batch_are_those_alone(llama: Case, loras: Path) -> None:
+    check_loras(llama, loras, {"max_num_batched_tokens": 64})
+
+
+def test_loras_change_a_branch_of_neurons_as_they_change_the_ffn(
+    loras: Path, tmp_path: Path
+) -> None:
+    case = calibrated_llama(tmp_path, slice(3, 11), branch="neurons", branch_rank=24)
+    check_loras(case, loras, {}, budgets=(0.25, None, 0.75))
+
+
+def test_a_server_takes_a_budget_and_a_lora_with_a_request(
+    llama: Case, loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One LoRA is there from the start, others come at run time."""
+    expected = expected_with(llama, loras, OWN)
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    given = ["--enable-lora", "--max-loras", "2", "--lora-modules", f"ffn={loras / 'ffn'}"]
+    with server(llama, tmp_path / "log", "--request-budgets", *given) as port:
+        for name in ("attention", "both"):
+            body = {"lora_name": name, "lora_path": str(loras / name)}
+            post(port, body, "/v1/load_lora_adapter")
 
         def ask(index: int) -> list[int]:
-            return complete(port, llama.prompts[index], OWN[index % len(OWN)])
+            budget = OWN[index % len(OWN)]
+            return complete(port, llama.prompts[index], budget, lora_of(index) or "adapter")
 
         with ThreadPoolExecutor(len(llama.prompts)) as clients:
             assert list(clients.map(ask, range(len(llama.prompts)))) == expected
@@ -444,21 +541,22 @@ def test_without_the_plugin_vllm_fails_and_serves_nothing(llama: Case) -> None:
 
 
 def test_what_is_not_exact_is_refused_before_a_process_starts(llama: Case) -> None:
-    ended = run_worker(llama.folder, [llama.engine([llama.together], {"enable_lora": True})])
+    options = {"enable_lora": True, "fully_sharded_loras": True}
+    ended = run_worker(llama.folder, [llama.engine([llama.together], options)])
     assert ended.returncode != 0 and not (llama.folder / "answer.json").exists()
-    assert "--enable-lora is not supported with a depth-routed adapter" in ended.stderr
+    assert "--fully-sharded-loras is not supported with a depth-routed adapter" in ended.stderr
     assert "EngineCore" not in ended.stderr
 
 
-def post(port: int, body: dict[str, Any]) -> dict[str, Any]:
+def post(port: int, body: dict[str, Any], path: str) -> str:
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
+        f"http://127.0.0.1:{port}{path}",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+        text: str = answer.read().decode()
+    return text
 
 
 def get(port: int, path: str) -> str:
@@ -515,9 +613,11 @@ def server(case: Case, log: Path, *more: str) -> Iterator[int]:
         process.wait()
 
 
-def complete(port: int, prompt: list[int], budget: float | None = None) -> list[int]:
+def complete(
+    port: int, prompt: list[int], budget: float | None = None, model: str = "adapter"
+) -> list[int]:
     body = {
-        "model": "adapter",
+        "model": model,
         "prompt": prompt,
         "max_tokens": NEW_TOKENS,
         "temperature": 0,
@@ -525,7 +625,8 @@ def complete(port: int, prompt: list[int], budget: float | None = None) -> list[
     }
     if budget is not None:
         body["vllm_xargs"] = {"depth_route_budget": budget}
-    tokens: list[int] = post(port, body | {"return_token_ids": True})["choices"][0]["token_ids"]
+    answer = json.loads(post(port, body | {"return_token_ids": True}, "/v1/completions"))
+    tokens: list[int] = answer["choices"][0]["token_ids"]
     return tokens
 
 
