@@ -92,7 +92,7 @@ def check_request_budgets(config: DepthRouteConfig, v2_runner: bool = False) -> 
 
 
 def check_lora(config: DepthRouteConfig, processes: int) -> None:
-    """Refuse LoRAs where a process has a part of what a branch would read of them.
+    """Refuse LoRAs where a process holds a part of the neurons that they may change.
 
     Raises:
         ConfigError: A branch is made of the FFN's own neurons, and `processes` share the FFN.

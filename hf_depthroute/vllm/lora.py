@@ -1,4 +1,4 @@
-"""LoRA beside a routed adapter.
+"""The LoRAs of requests, next to a routed adapter.
 
 vLLM finds the LoRA of a row by its place in the batch, and gathered rows have another. So a routed
 FFN runs once for each LoRA that changes it, with the rows of that LoRA alone; the rows of other
@@ -22,10 +22,11 @@ class LoraRows:
     """Adds LoRAs to the outputs of vLLM's linear layers, in the place of its `PunicaWrapperBase`.
 
     It serves the FFNs that run in the operator. On a CPU it serves all layers: there vLLM's own
-    gives rows without a LoRA the one in the last slot.
+    gives rows without a LoRA the one in the last slot. `enabled` is whether vLLM serves LoRAs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
         self._manager: Any = None
         self._vllms: Any = None
         self._names: dict[nn.Module, set[str]] = {}  # of an FFN's layers that may have LoRAs
@@ -59,6 +60,8 @@ class LoraRows:
 
     def groups(self, ffn: nn.Module, rows: int) -> dict[int, list[range]]:
         """The rows whose LoRA changes `ffn`, by its slot, and the others by `NONE`."""
+        if not self._enabled:
+            return {NONE: [range(rows)]}
         names = self._names.get(ffn, set())
         held = self._manager.list_adapters()
         found: dict[int, list[range]] = {}
@@ -96,9 +99,9 @@ class LoraRows:
         output_slices: Sequence[int],
         **kwargs: Any,
     ) -> None:
-        """Add to each slice of `y`, `[n, out]`, what the LoRAs of the rows make of `x`, `[n, in]`.
+        """Add `scale * B A x` of each row's LoRA to the slices of `y`, `[n, out]`; `x`: `[n, in]`.
 
-        The weights of a slice are `[slots, 1, r, in]` and `[slots, 1, out, r]`.
+        `A` and `B` of a slice are stacked as `[slots, 1, r, in]` and `[slots, 1, out, r]`.
         """
         parts = [(self._slot, slice(None))]
         if self._slot is None:

@@ -61,7 +61,7 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
         if self.tp_group.rank_in_group == 0:
             counts = {count.layer_index: count for count in RowLog(sorted(routings)).counts}
         compilation = self.vllm_config.compilation_config
-        self._loras = LoraRows() if self.vllm_config.lora_config is not None else None
+        self._loras = LoraRows(self.vllm_config.lora_config is not None)
         for index, layer in enumerate(getattr(find_decoder(self.model, family), family.layers)):
             swap(layer, served_forward)
             if index not in routings:
@@ -84,7 +84,6 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
 
     @lora_manager.setter
     def lora_manager(self, manager: Any) -> None:
-        assert self._loras is not None
         self._manager = manager
         family = row_of(self.config)
         ffns = []

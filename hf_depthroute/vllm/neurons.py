@@ -74,7 +74,7 @@ class OwnNeurons(nn.Module):
         return out
 
     def reads_loras_of(self, ffn: nn.Module, loras: Any) -> None:
-        """Be from now on a branch of `ffn` with the LoRA of the rows, which `loras` knows."""
+        """From now on, follow the LoRAs of `ffn`; `loras`, a `LoraRows`, adds them."""
         layers: list[Any] = [
             module for name, module in ffn.named_children() if name != self._output
         ]
@@ -85,7 +85,8 @@ class OwnNeurons(nn.Module):
         self._loras = loras
 
     def _add(self, read: Tensor, x: Tensor) -> None:
-        """Add to what the maps read, `[n, maps r]`, what a LoRA makes of `x`, `[n, d]`."""
+        """Add the rows' LoRAs at the neurons to the maps' outputs `read`, `[n, maps r]`, in place;
+        `x` is their input, `[n, d]`."""
         in_each = self._maps // len(self._stacked)
         width = in_each * len(self.neurons)
         for part, (a, b) in zip(read.split(width, -1), self._stacked):

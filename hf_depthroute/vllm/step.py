@@ -12,7 +12,6 @@ tokens only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -37,7 +36,7 @@ from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
 from .budgets import RequestBudgets
 from .counts import RowCount
-from .lora import NONE, LoraRows
+from .lora import LoraRows
 
 OPERATOR = "hf_depthroute::routed"
 NAME = "depth_route_name"  # the attribute of a routed layer that the operator finds it by
@@ -57,8 +56,8 @@ class RoutedStep:
         self,
         layer: nn.Module,
         count: RowCount | None,
-        budgets: RequestBudgets | None = None,
-        loras: LoraRows | None = None,
+        budgets: RequestBudgets | None,
+        loras: LoraRows,
     ) -> None:
         self.layer = layer
         self.count = count
@@ -103,33 +102,24 @@ class RoutedStep:
         bars = []
         if len(plans) != 1:
             bars = [self._threshold_of(routing, plans[budget]) for budget in asked]
-        groups = self._groups(routing, rows)
+        groups = self._loras.groups(getattr(self.layer, routing.family.ffn), rows)
         joint = None
-        if generates and rows == real and rows <= DECODE_ROWS and plan.target.row_wise:
-            # Rows of one LoRA, or of none.
-            joint = self._joint_of(routing, plan) if len(groups) == 1 else None
+        few = generates and rows == real and rows <= DECODE_ROWS
+        if few and plan.target.row_wise and len(groups) == 1:
+            joint = self._joint_of(routing, plan)
         if joint is not None:
             bar = bars or self._threshold_of(routing, plan)
             # To a layer, rows of one sequence are what one row of each of as many sequences is:
             # `[N, 1, d]`.
             own = stream.transpose(0, 1).clone()
             ffn = ffn_map(self.layer, routing.family)
-            with self._lora(*groups):
+            with self._loras.of(*groups):
                 after, chosen = joint.run(own, bar, ffn, given.transpose(0, 1))
             return self._counted(after.transpose(0, 1), len(chosen), real)
         if bars:
             plan = replace(plan, threshold=_of_rows(bars, batch, rows, stream.device))
         out, ran = self._by_plan(routing, plan, stream, given, real, groups)
         return self._counted(out, ran, real)
-
-    def _groups(self, routing: Routing, rows: int) -> dict[int, list[range]]:
-        """The rows that may enter the FFN together, by the slot of the LoRA that changes it."""
-        if self._loras is None:
-            return {NONE: [range(rows)]}
-        return self._loras.groups(getattr(self.layer, routing.family.ffn), rows)
-
-    def _lora(self, slot: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._loras is None else self._loras.of(slot)
 
     def _by_plan(
         self,
@@ -146,18 +136,16 @@ class RoutedStep:
         if real is not None and real < rows:  # what a graph of a fixed size is filled up with
             token_mask = (torch.arange(rows, device=stream.device) < real)[None]
         target = target_of(plan)
-        if isinstance(target, AttentionTarget):
-            call = call_on_stream(self.layer, plan, target, stream, token_mask, {})
-        else:
-            call = call_on_stream(self.layer, plan, target, stream, token_mask, {}, normed=given)
-            call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
+        normed = None if isinstance(target, AttentionTarget) else given
+        call = call_on_stream(self.layer, plan, target, stream, token_mask, {}, normed=normed)
+        call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
         if len(groups) == 1:
-            with self._lora(*groups):
+            with self._loras.of(*groups):
                 return self._run(call, given), call.mask.sum()
         out = torch.empty_like(stream)
         for slot, spans in groups.items():
             index = torch.cat([torch.arange(s.start, s.stop, device=out.device) for s in spans])
-            with self._lora(slot):
+            with self._loras.of(slot):
                 part = call.of((slice(None), index), {})
                 out[:, index] = self._run(part, given[:, index])
         return out, call.mask.sum()

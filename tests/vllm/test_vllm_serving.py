@@ -422,12 +422,13 @@ def test_requests_of_other_budgets_in_one_batch_are_those_alone(
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-LORAS = {  # of requests, in turn; the last one of none
+MODULES = {  # that a LoRA changes
     "attention": ATTENTION,
     "ffn": ["gate_proj", "down_proj"],
     "both": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],
-    "": [],
+    "embeddings": ["embed_tokens"],
 }
+LORAS = ("attention", "ffn", "both", "")  # of requests, in turn; the last one has none
 
 
 @pytest.fixture(scope="module")
@@ -435,9 +436,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with LoRAs of the embedded base, drawn at random."""
     folder = tmp_path_factory.mktemp("loras")
     generator = torch.Generator().manual_seed(0)
-    for name, targets in LORAS.items():
-        if not targets:
-            continue
+    for name, targets in MODULES.items():
         config = LoraConfig(target_modules=targets, r=4, lora_alpha=8, task_type="CAUSAL_LM")
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(EMBEDDED), config, name)
         for weights, parameter in model.named_parameters():
@@ -449,7 +448,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def lora_of(index: int) -> str:
     """The name of the LoRA of a prompt; empty for none."""
-    return list(LORAS)[index % len(LORAS)]
+    return LORAS[index % len(LORAS)]
 
 
 def expected_with(case: Case, loras: Path, budgets: Budgets) -> list[list[int]]:
@@ -519,6 +518,10 @@ def test_a_server_takes_a_budget_and_a_lora_with_a_request(
         for name in ("attention", "both"):
             body = {"lora_name": name, "lora_path": str(loras / name)}
             post(port, body, "/v1/load_lora_adapter")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            body = {"lora_name": "embeddings", "lora_path": str(loras / "embeddings")}
+            post(port, body, "/v1/load_lora_adapter")
+        assert "expected target modules in" in refused.value.read().decode()
 
         def ask(index: int) -> list[int]:
             budget = OWN[index % len(OWN)]
