@@ -24,7 +24,7 @@ if not torch.cuda.is_available():  # read when Triton is imported, which other p
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
-from models import DEVICE
+from models import ADAPTERS, DEVICE
 from peft import PeftModel
 from places import TESTS
 from torch.overrides import TorchFunctionMode
@@ -102,9 +102,11 @@ def pytest_terminal_summary(
         terminalreporter.write_line(f"{left_out:,} tests left out: {why}")
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: without this, Trainers spend a third of their time
-    collecting garbage in it."""
+@pytest.fixture(scope="module", autouse=True)
+def start_of_a_file() -> None:
+    """What was imported by now stays: without this, Trainers spend a third of their time
+    collecting garbage in it. Adapters are not shared by files: their tests patch the package."""
+    ADAPTERS.clear()
     gc.collect()
     gc.freeze()
 

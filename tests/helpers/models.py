@@ -3,7 +3,10 @@ decisions matter."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.initialization import no_init_weights
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.base.families import find_decoder, find_family
@@ -244,16 +248,38 @@ def build_base(
 ) -> PreTrainedModel:
     """A random model of `family` in eval mode, with weights large enough that every sublayer
     changes the logits."""
+    known = _weights(family, seed)
+    with no_init_weights():
+        model = _untrained(family)
+    model.tie_weights()
+    with torch.no_grad():
+        for name, value in _tensors(model):
+            value.copy_(known[name])
+    model.set_attn_implementation(attention if model._supports_sdpa else "eager")
+    return model.to(DEVICE, dtype).eval()
+
+
+def _untrained(family: str) -> PreTrainedModel:
     if family in CONFIGS:
         cls, config = CONFIGS[family]
-        return randomised(cls(config()), attention, dtype, seed)
+        return cls(config())
     model_type, fields = EXTENDED[family]
     sizes = _SIZES | {"num_hidden_layers": 3} | fields
     if model_type in ("falcon", "gpt_neox"):  # they do not know it
         sizes.pop("num_key_value_heads")
-    config = AutoConfig.for_model(model_type, **sizes)
-    model = AutoModelForCausalLM.from_config(config)
-    return randomised(model, attention if model._supports_sdpa else "eager", dtype, seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+
+
+@functools.cache
+def _weights(family: str, seed: int) -> dict[str, torch.Tensor]:
+    """What `build_base` fills a model with: drawing it takes as long as all else."""
+    with torch.random.fork_rng():
+        model = _untrained(family)
+    return dict(_tensors(randomised(model, "eager", torch.float32, seed)))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
 def randomised(model: Any, attention: str, dtype: torch.dtype, seed: int) -> Any:
@@ -283,6 +309,14 @@ def routed(
     A fresh adapter's branch adds nothing; here it adds noise, so that a wrong decision shows in the
     logits.
     """
+    model = _injected(base, kind, budget, adapter_name, seed, fields)
+    make_consequential(model, adapter_name, seed)
+    return model.eval()
+
+
+def _injected(
+    base: Any, kind: str, budget: float, adapter_name: str, seed: int, fields: dict[str, Any]
+) -> PeftModel:
     defaults: dict[str, Any] = {
         "layers": [1, 2, 3],
         "context_dim": 16,
@@ -290,11 +324,8 @@ def routed(
         "action_dim": 4,
     }
     fields = defaults | KINDS.get(kind, {}) | fields
-    model = get_depth_routed_model(
-        base, DepthRouteConfig(budget=budget, seed=seed, **fields), adapter_name
-    )
-    make_consequential(model, adapter_name, seed)
-    return model.eval()
+    config = DepthRouteConfig(budget=budget, seed=seed, **fields)
+    return get_depth_routed_model(base, config, adapter_name)
 
 
 def make_consequential(model: nn.Module, adapter_name: str = "default", seed: int = 0) -> None:
@@ -346,12 +377,36 @@ def _scores(model: nn.Module, routing: Routing) -> torch.Tensor:
     return scores[:, :1] if routing.active_config().granularity == "sequence" else scores
 
 
+# What `build_routed` made consequential, which takes as long as all else, by what it depends on;
+# conftest.py empties it before each file.
+ADAPTERS: dict[tuple[Any, ...], list[dict[str, torch.Tensor]]] = {}
+
+
 def build_routed(
-    family: str, kind: str = "mlp", attention: str = "sdpa", **fields: Any
+    family: str,
+    kind: str = "mlp",
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    budget: float = 0.5,
+    adapter_name: str = "default",
+    seed: int = 0,
+    **fields: Any,
 ) -> PeftModel:
-    """A random model of `family` with a consequential adapter;
-    both depend on nothing but the arguments."""
-    return routed(build_base(family, attention), kind, **fields)
+    """`routed` of a random model of `family`; both depend on nothing but the arguments."""
+    base = build_base(family, attention, dtype)
+    model = _injected(base, kind, budget, adapter_name, seed, fields)
+    routings = list(routings_of(model))
+    given = repr((family, kind, attention, dtype, budget, adapter_name, seed, fields))
+    classes = tuple(type(module) for routing in routings for module in routing.modules())
+    if (given, classes) not in ADAPTERS:
+        make_consequential(model, adapter_name, seed)
+        ADAPTERS[given, classes] = [
+            {name: value.clone() for name, value in routing.state_dict().items()}
+            for routing in routings
+        ]
+    for routing, known in zip(routings, ADAPTERS[given, classes], strict=True):
+        routing.load_state_dict(known)
+    return model.eval()
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
