@@ -10,6 +10,7 @@ import torch
 from continuations import (
     CONTINUATIONS,
     LENGTH,
+    Run,
     base_gap,
     continued,
     run,
@@ -48,6 +49,20 @@ def shared(
     return routed(build_base(family, attention, dtype), kind, gate_input=gate_input)
 
 
+@functools.cache
+def whole(family: str, kind: str, attention: str, **inputs: bool) -> Run:
+    """Logits and trace of the tokens that most tests start from, in one pass."""
+    return run(shared(family, kind, attention), input_ids=tokens(3, LENGTH), **inputs)
+
+
+@functools.cache
+def whole_of_base(family: str, attention: str) -> torch.Tensor:
+    """The base's logits of the same tokens; they do not depend on what is routed."""
+    model = shared(family, "mlp", attention)
+    with torch.no_grad(), model.disable_adapter():
+        return model(tokens(3, LENGTH)).logits
+
+
 # What differs between attention implementations: one query, several queries behind a cache, a
 # static cache's mask.
 BOTH_ATTENTIONS = ("dynamic cache, token by token", "dynamic cache, chunks", "static cache, chunks")
@@ -72,7 +87,9 @@ def test_cached_continuation_equals_prefill(
     family: str, kind: str, attention: str, continuation: str
 ) -> None:
     own_gap = gap_of_base(family, attention, continuation)
-    assert_continuation_equals_prefill(shared(family, kind, attention), continuation, own_gap)
+    prefill = whole(family, kind, attention, use_cache=False)
+    model = shared(family, kind, attention)
+    assert_continuation_equals_prefill(model, prefill, continuation, own_gap)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -82,16 +99,18 @@ def test_decode_equals_prefill_with_a_gate_on_the_residual_stream(family: str, g
         shared(family, gate, "sdpa", gate_input="residual"),
         "dynamic cache, token by token",
     )
-    assert_continuation_equals_prefill(
-        model, continuation, gap_of_base(family, "sdpa", continuation)
-    )
+    prefill = run(model, input_ids=tokens(3, LENGTH), use_cache=False)
+    own_gap = gap_of_base(family, "sdpa", continuation)
+    assert_continuation_equals_prefill(model, prefill, continuation, own_gap)
 
 
-def assert_continuation_equals_prefill(model: PeftModel, continuation: str, own_gap: float) -> None:
+def assert_continuation_equals_prefill(
+    model: PeftModel, prefill: Run, continuation: str, own_gap: float
+) -> None:
     ids = tokens(3, LENGTH)
-    whole, trace = run(model, input_ids=ids, use_cache=False)
+    logits, trace = prefill
     pinned_logits, _ = continued(model, ids, continuation, pinned=trace)
-    assert_pinned(gap(pinned_logits, whole), own_gap)
+    assert_pinned(gap(pinned_logits, logits), own_gap)
     _, free_trace = continued(model, ids, continuation)
     assert_free(model, trace, free_trace)
 
@@ -101,11 +120,11 @@ def test_bfloat16_decode_flips_only_close_decisions(family: str, kind: str) -> N
     model, ids = shared(family, kind, "sdpa", torch.bfloat16), tokens(3, LENGTH)
     name = "dynamic cache, token by token"
     with pinned_experts(model, len(ids)):
-        whole, trace = run(model, input_ids=ids, use_cache=False)
+        logits, trace = run(model, input_ids=ids, use_cache=False)
         pinned_logits, _ = continued(model, ids, name, pinned=trace)
     with pinned_experts(model, len(ids)):
         own_gap = base_gap(model, ids, name)
-    assert_pinned(gap(pinned_logits, whole), own_gap, bfloat16_rounding(whole))
+    assert_pinned(gap(pinned_logits, logits), own_gap, bfloat16_rounding(logits))
     _, free_trace = continued(model, ids, name)
     assert_first_flips_are_close(model, trace, free_trace)
 
@@ -117,10 +136,11 @@ def test_later_tokens_change_no_earlier_decision_and_no_earlier_logit(
     model, ids = shared(family, kind, attention), tokens(3, LENGTH)
     split = 7
     changed = torch.cat([ids[:, :split], tokens(3, LENGTH - split, seed=5)], dim=1)
-    logits, trace = run(model, input_ids=ids)
+    logits, trace = whole(family, kind, attention)
     pinned_logits, _ = run(model, trace, input_ids=changed)
     with torch.no_grad(), model.disable_adapter():
-        own_gap = gap(model(ids).logits[:, :split], model(changed).logits[:, :split])
+        base_logits = model(changed).logits
+    own_gap = gap(whole_of_base(family, attention)[:, :split], base_logits[:, :split])
     assert_pinned(gap(pinned_logits[:, :split], logits[:, :split]), own_gap)
     _, free_trace = run(model, input_ids=changed)
     assert not torch.equal(free_trace[2].scores[:, split:], trace[2].scores[:, split:])
@@ -151,10 +171,10 @@ def test_padding_changes_no_decision_and_no_logit(
     def real(values: torch.Tensor) -> torch.Tensor:
         return values[:, first : first + LENGTH]
 
-    logits, trace = run(model, input_ids=ids)
+    logits, trace = whole(family, kind, attention)
     pinned_logits, _ = run(model, spread(trace, columns, LENGTH + amount), **inputs)
     with torch.no_grad(), model.disable_adapter():
-        own_gap = gap(real(model(**inputs).logits), model(ids).logits)
+        own_gap = gap(real(model(**inputs).logits), whole_of_base(family, attention))
     assert_pinned(gap(real(pinned_logits), logits), own_gap)
     _, free_trace = run(model, **inputs)
     assert_free(model, trace, narrow(free_trace, columns))
@@ -166,10 +186,10 @@ def test_padding_changes_no_decision_and_no_logit(
 def test_row_order_changes_no_decision_and_no_logit(family: str, kind: str, attention: str) -> None:
     model, ids = shared(family, kind, attention), tokens(3, LENGTH)
     rows = torch.tensor([2, 0, 1])
-    logits, trace = run(model, input_ids=ids)
+    logits, trace = whole(family, kind, attention)
     pinned_logits, _ = run(model, take(trace, rows), input_ids=ids[rows])
     with torch.no_grad(), model.disable_adapter():
-        own_gap = gap(model(ids[rows]).logits, model(ids).logits[rows])
+        own_gap = gap(model(ids[rows]).logits, whole_of_base(family, attention)[rows])
     assert_pinned(gap(pinned_logits, logits[rows]), own_gap)
     assert_free(model, take(trace, rows), run(model, input_ids=ids[rows])[1])
 
@@ -179,12 +199,12 @@ def test_batch_composition_changes_no_decision_and_no_logit(
     family: str, kind: str, attention: str
 ) -> None:
     model, ids = shared(family, kind, attention), tokens(3, LENGTH)
-    logits, trace = run(model, input_ids=ids)
+    logits, trace = whole(family, kind, attention)
     for row in range(3):
         alone = torch.tensor([row])
         pinned_logits, _ = run(model, take(trace, alone), input_ids=ids[alone])
         with torch.no_grad(), model.disable_adapter():
-            own_gap = gap(model(ids[alone]).logits, model(ids).logits[alone])
+            own_gap = gap(model(ids[alone]).logits, whole_of_base(family, attention)[alone])
         assert_pinned(gap(pinned_logits, logits[alone]), own_gap)
         assert_free(model, take(trace, alone), run(model, input_ids=ids[alone])[1])
 

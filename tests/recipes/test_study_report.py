@@ -11,6 +11,7 @@ import runpy
 from html.parser import HTMLParser
 from pathlib import Path
 
+import adjustText
 import pytest
 from aux_losses.paper.claims import CLAIMS, QUESTIONS, judge, untested
 from aux_losses.paper.layouts import LAYOUTS
@@ -57,7 +58,11 @@ def full(tmp_path_factory):
     plan["g3"]["label"] = HOSTILE
     plan["joint_g3"]["joint"] = True
     results = write_study(tmp_path_factory.mktemp("study") / "results", plan, missing=[("a2", 7)])
-    write_report(results, results / "report")
+
+    place = adjustText.adjust_text
+    with pytest.MonkeyPatch.context() as patch:  # no test looks where names stand
+        patch.setattr(adjustText, "adjust_text", lambda *a, **k: place(*a, **k | {"iter_lim": 2}))
+        write_report(results, results / "report")
     return results / "report"
 
 
