@@ -3,9 +3,11 @@ and adapters do not disturb each other."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from models import MODELS, build_base, logits, make_consequential, routed
+from models import MODELS, build_base, build_routed, logits, make_consequential
 from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, record_routes, replay_routes, set_budget
@@ -16,11 +18,15 @@ from hf_depthroute.routing.state import RunSettings
 pytestmark = pytest.mark.parametrize(("family", "kind"), MODELS)
 
 
+@functools.cache
+def logits_of_base(family: str) -> torch.Tensor:
+    return logits(build_base(family))
+
+
 def pair(family: str, kind: str, **fields: object) -> tuple[PeftModel, torch.Tensor, torch.Tensor]:
     """A routed model, the base's logits and the routed logits; they differ."""
-    base = build_base(family)
-    expected = logits(base)
-    model = routed(base, kind, **fields)
+    expected = logits_of_base(family)
+    model = build_routed(family, kind, **fields)
     changed = logits(model)
     assert (changed - expected).abs().max() > 0.1
     return model, expected, changed
