@@ -55,9 +55,11 @@ coverage: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-report=json tests
 	$(BIN)/python .ci/coverage_floor.py coverage.json
 
-# The same part on the oldest packages that pyproject.toml admits, in an environment of its own (`FLOOR_VENV`).
+# The same part on the oldest packages that pyproject.toml admits, in an environment of its own (`FLOOR_VENV`), which
+# `make floor FLOOR=install` makes and no more.
+FLOOR ?=
 floor:
-	PYTHON=$(PYTHON) TORCH=$(TORCH) .ci/floor
+	PYTHON=$(PYTHON) TORCH=$(TORCH) .ci/floor $(FLOOR)
 
 # Damaged adapters; longer by hand: `make fuzz FUZZ_SECONDS=600`.
 FUZZ_SECONDS ?= 60
