@@ -50,6 +50,9 @@ class RoutingCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        # `auto_find_batch_size` begins anew, in the same `train`, where a batch was too large.
+        self.restore()
+        self.objective.freeze()
         self.begun = time.monotonic()
         self.resumed_at = state.global_step
         config = active_routings(self.objective.model)[0].active_config()
@@ -146,6 +149,7 @@ class DepthRouteCallback(RoutingCallback):
                 "DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)"
             )
         trainer = self.trainer
+        self.restore()
         arguments = self.arguments or routing_arguments(args)
         self.objective = RoutingObjective(arguments, kwargs["model"])
         trainer.callback_handler.callbacks.remove(self)

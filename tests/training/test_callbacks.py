@@ -177,3 +177,38 @@ def test_no_training_stops_for_a_fact_of_the_model_card(
     assert record["examples"] is None and record["dataset"] is None
     model.save_pretrained(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "README.md").is_file()
+
+
+@pytest.mark.parametrize("cls", [DepthRouteTrainer, Trainer])
+def test_a_smaller_batch_after_out_of_memory_trains_as_from_the_start(
+    cls: type[Trainer], tmp_path: Path
+) -> None:
+    """`auto_find_batch_size` begins anew inside one `train`: the routing losses count once, what a
+    step without an end had counted is forgotten, and gates that were frozen train afterwards."""
+
+    class Small(cls):  # type: ignore[misc,valid-type]
+        def training_step(self, model: Any, inputs: Row, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(model, inputs, *args, **kwargs)
+            if len(inputs["input_ids"]) > 4:
+                model.zero_grad()
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss
+
+    logs = []
+    for rows_per_batch in (4, 5):
+        model = build_routed("llama", selection="controller")
+        trainer, _ = make_trainer(
+            model,
+            rows(8),
+            tmp_path,
+            Small,
+            per_device_train_batch_size=rows_per_batch,
+            auto_find_batch_size=True,
+            train_gates=False,
+        )
+        trainer.train()
+        names = ("loss", "loss_lm", "grad_norm", "full_ratio/layer_1", "threshold/layer_1")
+        logs.append([{n: log[n] for n in names if n in log} for log in step_logs(trainer)])
+        assert any(p.requires_grad for n, p in model.named_parameters() if "gate" in n)
+        assert "compute_loss" not in vars(trainer)
+    assert logs[0] == logs[1]
