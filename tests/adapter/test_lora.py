@@ -278,3 +278,54 @@ def test_add_adapter_of_another_method_names_the_way() -> None:
     with pytest.raises(ValueError, match=r"adapter_name='router'"):
         other.add_adapter("router", DepthRouteConfig(layers=[1]))
     other.add_adapter("second", lora)  # one method
+
+
+LORA_EVERYWHERE = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+
+
+@every_target
+@pytest.mark.parametrize("granularity", ["token", "sequence"])
+def test_a_batch_of_several_loras_gives_each_sequence_its_own(
+    target: str, granularity: str
+) -> None:
+    """What PEFT tells a layer of the batch by `adapter_names` is of sequences, not of rows."""
+    lora = with_lora(build_base("llama"), "llama", target_modules=LORA_EVERYWHERE)
+    lora.add_adapter("other", lora_config("llama", target_modules=LORA_EVERYWHERE))
+    with torch.no_grad():
+        for name, parameter in lora.named_parameters():
+            if ".other." in name:
+                tuned = lora.get_parameter(name.replace(".other.", ".tuned."))
+                parameter.copy_(-0.7 * tuned)
+    routed(lora.get_base_model(), adapter_name="router", target=target, granularity=granularity)
+    ids = tokens(4, 12)
+    names = ["other", "tuned", "tuned", "other"]
+    with torch.no_grad():
+        mixed = lora(input_ids=ids, adapter_names=names).logits
+        for row, name in enumerate(names):
+            lora.base_model.set_adapter(name)
+            alone = lora(input_ids=ids[row : row + 1]).logits
+            assert (mixed[row] - alone[0]).abs().max() < 1e-5
+
+
+@every_target
+def test_an_activated_lora_begins_where_it_does_without_the_router(target: str) -> None:
+    """It counts back from the end of a sequence, so it has to see all of it."""
+    lora = with_lora(
+        build_base("llama"),
+        "llama",
+        target_modules=LORA_EVERYWHERE,
+        alora_invocation_tokens=[7, 8],
+    )
+    model = routed(lora.get_base_model(), adapter_name="router", target=target)
+    ids = tokens(1, 16)
+    ids[:, 8:10] = torch.tensor([7, 8])
+    with torch.no_grad():
+        whole = lora(input_ids=ids).logits
+        without = model(input_ids=ids).logits
+    assert (whole - without)[:, :8].abs().max() < 1e-5 < (whole - without)[:, 8:].abs().max()
+    with torch.no_grad(), record_routes(model) as trace:
+        whole = lora(input_ids=ids).logits
+    model.train()
+    with torch.no_grad(), replay_routes(model, trace):
+        masked = lora(input_ids=ids).logits
+    assert (whole - masked).abs().max() < 1e-5
