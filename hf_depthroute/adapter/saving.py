@@ -40,6 +40,7 @@ from .files import (
     tensors_hash,
 )
 from .source import alone_in, finish
+from .tensor_rules import layers_without
 
 if TYPE_CHECKING:
     from torch import nn
@@ -164,7 +165,15 @@ def _seal(path: Path, weights: Path) -> None:
     """
     content = json.loads(path.read_text(encoding="utf-8"))
     if content.get("peft_type") == PEFT_TYPE and weights.is_file():
-        content["weights_hash"] = tensors_hash(read_tensors(weights, content))
+        tensors = read_tensors(weights, content)
+        without = layers_without(tensors, content)
+        if without:
+            raise AdapterMismatchError(
+                f"the state dict to save has no tensor of layer {without[0]}'s router under the "
+                "model's own names; give the whole one of the unwrapped model, as "
+                "accelerator.get_state_dict(model) does, or leave state_dict out"
+            )
+        content["weights_hash"] = tensors_hash(tensors)
         write_json(path, content, sort_keys=True)
 
 

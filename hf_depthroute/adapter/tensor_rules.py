@@ -76,6 +76,14 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
     return _fault_of_memory(header, config, routed)
 
 
+def layers_without(names: Iterable[str], config: Mapping[str, Any]) -> list[int]:
+    """The layers that a saved `adapter_config.json` routes and that no tensor is of, by the names
+    that a `PeftModel` gives them."""
+    found = [_OWN_NAME.fullmatch(name) for name in names if name.startswith(WRAPPER)]
+    have = {int(own[1]) for own in found if own}
+    return sorted(set(config["layers"]) - have)
+
+
 def _fault_of_memory(
     header: Mapping[str, Entry], config: Mapping[str, object], routed: set[object] | None
 ) -> str | None:

@@ -468,3 +468,23 @@ def test_a_way_of_ones_own_to_load_the_best_checkpoint_stays(tmp_path: Path) -> 
         own = trainer._load_best_model = lambda: None
         trainer.train()
         assert trainer._load_best_model is own
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: {},  # of a process that holds no part of it
+        lambda state: {f"module.{name}": value for name, value in state.items()},  # of DDP
+        lambda state: {name: value for name, value in state.items() if ".2.routing." not in name},
+    ],
+)
+def test_a_state_dict_without_a_layer_does_not_take_the_place_of_an_adapter(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """It would be refused when it is loaded, and the earlier save be lost."""
+    model = build_routed("llama")
+    model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    with pytest.raises(AdapterMismatchError, match="has no tensor of layer"):
+        model.save_pretrained(tmp_path, state_dict=change(model.state_dict()))
+    loaded = PeftModel.from_pretrained(build_base("llama"), tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
