@@ -15,6 +15,8 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from accelerate.utils import align_module_device
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 T = TypeVar("T")
@@ -209,7 +211,12 @@ def rms_of(norm: Any) -> tuple[Tensor, float] | None:
 
 
 def copy_norm(norm: Any) -> nn.Module:
-    """A float32 copy of a norm, without the hooks that accelerate may have put on the original."""
+    """A float32 copy of the base's norm, without the hooks that accelerate may have put on it,
+    and without what another PEFT method has put around it."""
+    if isinstance(norm, BaseTunerLayer):
+        norm = norm.get_base_layer()
+    elif isinstance(norm, ModulesToSaveWrapper):
+        norm = norm.original_module
     if (rms := rms_of(norm)) is not None:
         with align_module_device(norm):
             return RMSNorm(nn.Parameter(_known_values("weight", norm.weight)), rms[1])

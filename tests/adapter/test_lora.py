@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from places import HELPERS
 from safetensors.torch import load_file
 from torch import nn
-from training import make_trainer, rows
+from training import adapter_state, assert_same_tensors, make_trainer, rows
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute import (
@@ -329,3 +329,21 @@ def test_an_activated_lora_begins_where_it_does_without_the_router(target: str) 
     with torch.no_grad(), replay_routes(model, trace):
         masked = lora(input_ids=ids).logits
     assert (whole - masked).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "norm"), [("llama", "post_attention_layernorm"), ("gpt2", "ln_2")]
+)
+@pytest.mark.parametrize("method", ["a LoRA's copy", "LN tuning"])
+def test_a_branch_starts_with_the_bases_norm_under_another_methods(
+    family: str, norm: str, method: str
+) -> None:
+    """Its own norm is a plain one, whatever stands in the place of the base's."""
+    config: Any = lora_config(family, modules_to_save=[norm])
+    if method == "LN tuning":
+        config = peft.LNTuningConfig(target_modules=[norm], task_type="CAUSAL_LM")
+    other = get_peft_model(build_base(family), config, adapter_name="tuned")
+    model = routed(other.get_base_model(), adapter_name="router", layers=[1])
+    plain = routed(build_base(family), adapter_name="router", layers=[1])
+    assert_same_tensors(adapter_state(model), adapter_state(plain))
+    assert torch.equal(logits(model), logits(plain))
