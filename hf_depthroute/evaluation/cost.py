@@ -76,7 +76,7 @@ def route_cost(
             `phases="prefill"` leaves dense.
         cached: Tokens per sequence already in the KV cache.
         budget: Share of tokens that run full; default: the adapter's budget, and 0 where there is
-            no gate. In static layers it is 0 in any case.
+            no gate, or one that spares attention sinks alone. In static layers it is 0 in any case.
         full_ratio: Measured shares per layer, as from `RouteTrace.full_ratio`; overrides `budget`.
         logits_to_keep: Positions per sequence that go through the LM head.
 
@@ -175,7 +175,7 @@ def _share_at(routing: Routing, budget: float | None, length: int) -> float:
     if budget is not None:
         if config.gate_of(index) == config.gate:
             share = check_budget(budget)
-    elif not routing.active_gate().static:
+    elif not (routing.active_gate().static or routing.active_gate().spares):
         share = routing.budget()
     elif config.dropped_experts is not None:
         share = 1 - len(config.experts_dropped_in(index)) / routing.num_experts

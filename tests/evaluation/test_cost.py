@@ -134,6 +134,16 @@ def test_of_a_prompt_whose_end_runs_in_full_the_rest_alone_drops_experts():
     assert cost.flops_routed - cost.flops_ideal == pytest.approx(2 * 4 * 16 * spent)
 
 
+def test_no_budget_says_how_many_tokens_a_gate_of_sinks_runs_in_full():
+    fields = {"layers": "all", "phases": "prefill", "prompt_tail": 4}
+    ratios = {}
+    for gate in ("sinks", "none"):
+        config = DepthRouteConfig(gate=gate, **fields)
+        ratios[gate] = route_cost(get_depth_routed_model(build_base("llama"), config), length=40)
+    assert ratios["sinks"] == ratios["none"]
+    assert ratios["sinks"].flops_routed < ratios["sinks"].flops_dense
+
+
 def narrow(**fields):
     sizes = {
         "hidden_size": 64,
