@@ -160,7 +160,7 @@ def missed_budget(config: DepthRouteConfig, history: Sequence[Mapping[str, Any]]
     `calibrate` moves no fixed threshold.
     """
     gate = GATES[config.gate]
-    if config.fixed_threshold is None or gate.soft or gate.static or gate.exits:
+    if config.fixed_threshold is None or gate.soft or gate.static or gate.exits or gate.spares:
         return None
     found = [[v for name, v in logs.items() if name.startswith("full_ratio/")] for logs in history]
     shares: list[float] = next((values for values in reversed(found) if values), [])

@@ -262,3 +262,4 @@ def test_the_last_entry_with_shares_counts(share: float, said: bool) -> None:
     ]
     assert (missed_budget(config, history) is not None) == said
     assert missed_budget(config, []) is None
+    assert missed_budget(DepthRouteConfig(gate="sinks", budget=0.6), history) is None
