@@ -275,6 +275,17 @@ def test_smoothed_labels_are_those_of_what_is_served(
     assert step.get("loss_lm", step["loss"]) == pytest.approx(expected, abs=2e-3)
 
 
+@pytest.mark.parametrize("gate", ["sinks", "none"])
+def test_a_gate_that_follows_no_budget_adds_nothing_to_the_loss(gate: str, tmp_path: Path) -> None:
+    model = build_routed("llama", "block", gate=gate, phases="prefill", prompt_tail=2, budget=0.001)
+    expected = served_loss(model)
+    arguments = training_arguments(tmp_path, max_steps=1, per_device_train_batch_size=1)
+    trainer = DepthRouteTrainer(model=model.train(), args=arguments, train_dataset=[row()])
+    trainer.train()
+    (step,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert step["loss"] == pytest.approx(expected, abs=2e-3)
+
+
 @pytest.mark.parametrize("how", ["compute_loss", "compute_loss_func"])
 def test_a_loss_of_ones_own_is_that_of_what_is_served(how: str, tmp_path: Path) -> None:
     model = build_routed("llama", "block", gate="sinks", phases="prefill", prompt_tail=2)
