@@ -23,6 +23,7 @@ from hf_depthroute.routing.stack import state_of
 from hf_depthroute.routing.trace import full_depth, run_in_full
 from hf_depthroute.training.objective import RoutingObjective
 from hf_depthroute.training.prompts import collate_behind_prompts
+from hf_depthroute.training.trace_statistics import has_budget
 
 PROMPT, LENGTH = 8, 14
 
@@ -284,6 +285,16 @@ def test_a_gate_that_follows_no_budget_adds_nothing_to_the_loss(gate: str, tmp_p
     trainer.train()
     (step,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert step["loss"] == pytest.approx(expected, abs=2e-3)
+
+
+def test_a_static_layer_leaves_the_budget_to_those_with_gates() -> None:
+    held = {}
+    for fields in ({"static_layers": [2]}, {"gate": "none"}):
+        model = build_routed("llama", selection="threshold", **fields).train()
+        with record_routes(model) as trace:
+            model(tokens(2, 9))
+        held[next(iter(fields))] = has_budget(trace)
+    assert held == {"static_layers": True, "gate": False}
 
 
 @pytest.mark.parametrize("how", ["compute_loss", "compute_loss_func"])
