@@ -55,11 +55,9 @@ coverage: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-report=json tests
 	$(BIN)/python .ci/coverage_floor.py coverage.json
 
-# The same part on the oldest packages that pyproject.toml admits, in an environment of its own (`FLOOR_VENV`), which
-# `make floor FLOOR=install` makes and no more.
-FLOOR ?=
+# The same part on the oldest packages that pyproject.toml admits, in an environment of its own (`FLOOR_VENV`).
 floor:
-	PYTHON=$(PYTHON) TORCH=$(TORCH) .ci/floor $(FLOOR)
+	PYTHON=$(PYTHON) TORCH=$(TORCH) .ci/floor
 
 # Damaged adapters; longer by hand: `make fuzz FUZZ_SECONDS=600`.
 FUZZ_SECONDS ?= 60
