@@ -15,8 +15,6 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from accelerate.utils import align_module_device
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 T = TypeVar("T")
@@ -213,6 +211,10 @@ def rms_of(norm: Any) -> tuple[Tensor, float] | None:
 def copy_norm(norm: Any) -> nn.Module:
     """A float32 copy of the base's norm, without the hooks that accelerate may have put on it,
     and without what another PEFT method has put around it."""
+    # Here, since `doctor` knows branches and does not import PEFT.
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
     if isinstance(norm, BaseTunerLayer):
         norm = norm.get_base_layer()
     elif isinstance(norm, ModulesToSaveWrapper):
