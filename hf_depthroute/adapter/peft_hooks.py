@@ -10,16 +10,16 @@ takes over the config of an adapter that has its name, and switches its `modules
 it is refused. `get_peft_model` chooses a class by the task; here the model says its task where the
 configuration does not. `set_adapter` goes from layer to layer; here two threads that call it take
 turns. `disable_adapter` puts back what it found; here blocks that overlap end together. A batch of
-several LoRAs, and an activated LoRA, tell layers of whole sequences; here no rows of them are left
-out. `generate` runs with any settings; here a routed model refuses those that would change a
-decision. All are wrapped once, on import; adapters of other methods pass through unchanged.
+several LoRAs, and an activated LoRA, need whole sequences; here their layers get them. `generate`
+runs with any settings; here a routed model refuses those that would change a decision. All are
+wrapped once, on import; adapters of other methods pass through unchanged.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from transformers.integrations import PeftAdapterMixin
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.shown import say
 from ..routing.description import routed_lines
-from ..routing.stack import RoutedStack, one_switch, routed_layers, routed_stack
+from ..routing.stack import one_switch, routed_layers, routed_stack
 from .base_check import check_base
 from .checks import add_of_same_method
 from .files import CONFIG_NAME, PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError
@@ -43,6 +43,7 @@ from .generation import checked_generate
 from .loading import check_same, from_json_file, has_adapter, unchanged_on_error
 from .modules_to_save import check_names_of_others
 from .saving import save_whole
+from .sequence_loras import told_of_sequences
 from .source import HUB, current_load, folder_of, loading_from, read_whole
 from .tasks import copies_once, make_for_task
 
@@ -64,7 +65,7 @@ def install() -> None:
     wrap(PeftModel, "add_adapter", add_of_same_method)
     wrap(PeftModel, "set_adapter", _in_turn)
     wrap(PeftModel, "disable_adapter", _turned_off)
-    wrap(PeftModel, "_enable_peft_forward_hooks", _by_sequence)
+    wrap(PeftModel, "_enable_peft_forward_hooks", told_of_sequences)
     for name in ("set_adapter", "disable_adapters", "enable_adapters"):
         wrap(PeftAdapterMixin, name, _in_turn)
     wrap(PeftAdapterMixin, "load_adapter", _load_natively)
@@ -122,25 +123,6 @@ def _turned_off(disable: Any, self: Any) -> Iterator[None]:
     finally:
         with one_switch(self):
             blocks.pop().__exit__(None, None, None)
-
-
-def _by_sequence(
-    hook: Any, self: Any, *args: object, **kwargs: object
-) -> AbstractContextManager[None]:
-    """Around a pass in which PEFT tells another method's layers of the sequences in the batch:
-    which adapter is whose, or where an activated LoRA begins. They get whole sequences then."""
-    told = any(kwargs.get(name) is not None for name in self.special_peft_forward_args)
-    hooked: AbstractContextManager[None] = hook(self, *args, **kwargs)
-    stack = routed_stack(self) if told else None
-    if stack is None:
-        return hooked
-    return _unskipped(stack, hooked)
-
-
-@contextmanager
-def _unskipped(stack: RoutedStack, inner: AbstractContextManager[None]) -> Iterator[None]:
-    with stack.state.override(executor="masked"), inner:
-        yield
 
 
 def _print_trainable_parameters(count: Any, self: Any) -> None:

@@ -91,7 +91,7 @@ class AdapterFields(RoutingFields):
     def undecided(self) -> str:
         """Which tokens skip without a router's decision, in words; empty if a router decides."""
         gate = GATES[self.gate]
-        if not (gate.static or gate.spares):
+        if gate.follows_budget():
             return ""
         who = "every token"
         if self.phases == "prefill":

@@ -175,7 +175,7 @@ def _share_at(routing: Routing, budget: float | None, length: int) -> float:
     if budget is not None:
         if config.gate_of(index) == config.gate:
             share = check_budget(budget)
-    elif not (routing.active_gate().static or routing.active_gate().spares):
+    elif routing.active_gate().follows_budget():
         share = routing.budget()
     elif config.dropped_experts is not None:
         share = 1 - len(config.experts_dropped_in(index)) / routing.num_experts

@@ -181,6 +181,11 @@ class Gate(nn.Module, ABC):
                 if name not in vars(cls):
                     setattr(cls, name, getattr(Gate, name))
 
+    @classmethod
+    def follows_budget(cls) -> bool:
+        """Whether a budget has a say: it is neither `static` nor one that `spares` some tokens."""
+        return not (cls.static or cls.spares)
+
     @abstractmethod
     def forward(self, a: Tensor) -> GateOutput:
         """`"scores"`, float32 `[B, T]` or per expert `[B, T, E]`, of `a` `[B, T, d]`;

@@ -64,7 +64,7 @@ def gate_cross_entropy(
 def has_budget(trace: RouteTrace) -> bool:
     """Whether the layers were asked to hold one, and any has a gate that can."""
     gates = [routing.active_gate() for routing in trace.routings if routing.layer_index in trace]
-    if gates and all(gate.static or gate.spares for gate in gates):
+    if gates and not any(gate.follows_budget() for gate in gates):
         return False
     return not any(math.isnan(record.budget) for record in trace.values())
 

@@ -307,6 +307,23 @@ def test_a_batch_of_several_loras_gives_each_sequence_its_own(
             assert (mixed[row] - alone[0]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_rows_are_skipped_unless_such_a_lora_is_among_what_is_skipped(within: bool) -> None:
+    targets = LORA_EVERYWHERE if within else LORA_TARGETS["llama"]
+    lora = with_lora(build_base("llama"), "llama", target_modules=targets)
+    model = routed(lora.get_base_model(), adapter_name="router")
+    rows_in = []
+    for index in (1, 2, 3):
+        ffn = decoder_layers(model)[index].mlp
+        ffn.register_forward_hook(lambda _, given, out: rows_in.append(given[0].numel() // 32))
+    ids = tokens(2, 12)
+    with torch.no_grad(), record_routes(model) as trace:
+        lora(input_ids=ids, adapter_names=["tuned", "__base__"])
+    full = [int(record.mask.sum()) for record in trace.values()]
+    assert all(0 < count < 24 for count in full)
+    assert rows_in == ([24] * 3 if within else full)
+
+
 @every_target
 def test_an_activated_lora_begins_where_it_does_without_the_router(target: str) -> None:
     """It counts back from the end of a sequence, so it has to see all of it."""
