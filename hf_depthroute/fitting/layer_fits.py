@@ -16,7 +16,7 @@ from peft import PeftModel
 from ..base.distributed import each_of_all, raised_by_all, rows_of_all, total
 from ..execution.call import RoutedCall
 from ..inference.calibration import active_routings, set_thresholds
-from ..inference.fitting import fit_branch, fit_memory, ridge_of
+from ..inference.fitting import fit_branch, fit_memory, neurons_to_copy, ridge_of
 from ..inference.non_finite import NonFiniteError
 from ..parts.gate import Gate
 from ..parts.neurons import NeuronBranch
@@ -198,7 +198,8 @@ class Fits:
         routing = self.routings[index]
         branch = routing.depth_route_branch[routing.active_name()]
         memory: Any = routing.depth_route_memory._modules.get(routing.active_name())
-        _fit_branch(branch, rows, chosen_N, self.metrics[index])
+        neurons = neurons_to_copy(routing, routing.active_name())
+        _fit_branch(branch, rows, chosen_N, self.metrics[index], neurons)
         missed_Nd = rows.missed(branch)
         if memory is not None:
             missed_Nd = fit_memory(memory, rows.ngrams, missed_Nd, chosen_N)
@@ -261,7 +262,13 @@ class _Rows:
         return out
 
 
-def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor, metric_dd: torch.Tensor) -> None:
+def _fit_branch(
+    branch: Any,
+    rows: _Rows,
+    chosen_N: torch.Tensor,
+    metric_dd: torch.Tensor,
+    neurons: NeuronBranch | None,
+) -> None:
     """Fit the branch on the tokens in `chosen_N`, on all but the sinks where those are few.
 
     Neurons are chosen by what they cost. A low-rank branch misses too much for the metric, which is
@@ -270,11 +277,16 @@ def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor, metric_dd: tor
     if sum(each_of_all(int(chosen_N.sum()))) < max(FEWEST, 2 * branch.down.in_features):
         chosen_N = ~rows.sinks
     x_Nd = rows.normed[chosen_N]
-    of_cost = None
-    if isinstance(branch, NeuronBranch):
-        of_cost = metric_dd
-    ridge = ridge_of(branch, sum(each_of_all(len(x_Nd))), x_Nd.shape[1])
-    fit_branch(branch, x_Nd, rows.update[chosen_N], ridge, rows.norms[chosen_N], metric_dd=of_cost)
+    of_neurons = isinstance(branch, NeuronBranch) or neurons is not None
+    fit_branch(
+        branch,
+        x_Nd,
+        rows.update[chosen_N],
+        ridge_of(of_neurons, sum(each_of_all(len(x_Nd))), x_Nd.shape[1]),
+        rows.norms[chosen_N],
+        metric_dd=metric_dd if of_neurons else None,
+        neurons=neurons,
+    )
 
 
 def _cheaper_half(rows: _Rows, missed_N: torch.Tensor) -> torch.Tensor:

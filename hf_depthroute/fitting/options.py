@@ -220,7 +220,8 @@ def fit_on(branch: torch.nn.Module, rows: Rows, metric_dd: torch.Tensor | None) 
     """Fit a branch to what matters by the metric; the share of the update that it explains."""
     if isinstance(branch, NeuronBranch) and rows.energy is None:
         rows.energy = branch.energy(rows.x_Nd, 1 / rows.norms_N.square(), metric_dd)
-    ridge = ridge_of(branch, sum(each_of_all(len(rows.x_Nd))), rows.x_Nd.shape[1])
+    of_neurons = isinstance(branch, NeuronBranch)
+    ridge = ridge_of(of_neurons, sum(each_of_all(len(rows.x_Nd))), rows.x_Nd.shape[1])
     return 1 - fit_branch(branch, rows.x_Nd, rows.y_Nd, ridge, rows.norms_N, rows.energy, metric_dd)
 
 

@@ -22,6 +22,7 @@ from ..data.batches import model_inputs, token_mask
 from ..execution.context import unpack
 from ..execution.layer import routed_call
 from ..parts.branches import LowRankBranch
+from ..parts.flexidepth import SwiGLUBranch, has_swiglu
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
 from ..parts.regression import (
@@ -56,14 +57,16 @@ def fit_branch(
     norms_N: torch.Tensor | None = None,
     energy_m: torch.Tensor | None = None,
     metric_dd: torch.Tensor | None = None,
+    neurons: NeuronBranch | None = None,
 ) -> float:
     """Set a branch so that its output comes close to `y`.
 
-    A branch of neurons takes those with the most energy (`NeuronBranch.choose`). A low-rank
+    A branch of neurons takes those with the most energy (`NeuronBranch.choose`), and a SwiGLU
+    branch copies them; without `neurons` it keeps the input weights that it has. A low-rank
     branch's `up` gets the directions of `x` from which `y` is predicted best by a linear map of the
-    branch's rank; it stays as it is where there are fewer than two tokens for each of its inputs,
-    and in a SwiGLU branch. What is best is told by `metric`. `down` is then the ridge solution,
-    whatever the metric; of neurons, the penalty is on what is added to the FFN's own output.
+    branch's rank; it stays as it is where there are fewer than two tokens for each of its inputs.
+    What is best is told by `metric`. `down` is then the ridge solution, whatever the metric; of
+    neurons, the penalty is on what is added to the FFN's own output.
 
     Args:
         branch: A `LowRankBranch`, a `SwiGLUBranch` or a `NeuronBranch`.
@@ -75,6 +78,7 @@ def fit_branch(
         energy_m: `NeuronBranch.energy` of these rows, where it is known.
         metric_dd: `L`, where an error `e` costs `|e L|^2`: a branch is too narrow for all of `y`,
             so it gets what matters. None: all directions alike.
+        neurons: The FFN's, as many as a SwiGLU branch is wide (`neurons_to_copy`).
 
     Returns:
         `sum |y - branch(x)|^2 / sum |y|^2`, both divided so; 0 where there is nothing to imitate.
@@ -86,9 +90,13 @@ def fit_branch(
     rank = branch.down.in_features
     count = sum(each_of_all(len(x_Nd)))
     if isinstance(branch, NeuronBranch):
+        neurons = branch
+    if neurons is not None:
         if energy_m is None:
-            energy_m = branch.energy(x_Nd, scale_N1.squeeze(1).square(), metric_dd)
-        branch.choose(energy_m)
+            energy_m = neurons.energy(x_Nd, scale_N1.squeeze(1).square(), metric_dd)
+        neurons.choose(energy_m)
+        if isinstance(branch, SwiGLUBranch):
+            branch.copy_neurons(neurons)
     elif type(branch) is LowRankBranch and count >= 2 * max(rank, x_Nd.shape[1]):
         gram, cross = moments(x_Nd * scale_N1, y_Nd)
         if metric_dd is not None:
@@ -103,7 +111,7 @@ def fit_branch(
     if branch.down.bias is not None:
         features = F.pad(features, (0, 1), value=1.0)
     gram, cross = moments(features * scale_N1, y_Nd)
-    start = _start(branch, gram, cross)
+    start = _start(neurons, gram, cross)
     weights = start + ridge_weights(gram, cross - gram @ start, ridge)
     branch.down.weight.copy_(weights[:rank].T)
     if branch.down.bias is not None:
@@ -115,19 +123,36 @@ def fit_branch(
     return 0.0
 
 
-def ridge_of(branch: nn.Module, tokens: int, width: int) -> float:
+def ridge_of(of_neurons: bool, tokens: int, width: int) -> float:
     """The penalty of `fit_branch` on `tokens` tokens of `width` features, for other text."""
     least = _RIDGE
-    if isinstance(branch, NeuronBranch):
+    if of_neurons:
         least = _RIDGE_OF_NEURONS
     return max(least, 0.1 * width / tokens)
 
 
-def _start(branch: nn.Module, gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+def neurons_to_copy(routing: Routing, name: str) -> NeuronBranch | None:
+    """The FFN's neurons that an adapter's SwiGLU branch in this layer may begin as.
+
+    It may not if it reads or computes other than the FFN: in place of attention alone, without a
+    norm before the FFN, or with another activation. Then, and of another branch, it is None.
+    """
+    branch = routing.depth_route_branch[name]
+    target = routing.config(name).target_of(routing.layer_index)
+    if not isinstance(branch, SwiGLUBranch) or not TARGETS[target].skips_ffn:
+        return None
+    if routing.norm_in_front("ffn") is None or not has_swiglu(routing.ffn):
+        return None
+    found = routing.make_branch(target, "neurons", branch.down.in_features)
+    assert isinstance(found, NeuronBranch)
+    return found.to(branch.down.weight.device)
+
+
+def _start(neurons: NeuronBranch | None, gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
     """The start of least squares: of neurons the FFN's own output, scaled; otherwise zero."""
-    if not isinstance(branch, NeuronBranch):
+    if neurons is None:
         return torch.zeros_like(cross)
-    own_rd = branch.outputs(branch.neurons)
+    own_rd = neurons.outputs(neurons.neurons)
     own = F.pad(own_rd.to(cross), (0, 0, 0, len(cross) - len(own_rd)))  # of the bias nothing
     agreeing = (own * cross).sum()
     square = (own * (gram @ own)).sum()
@@ -284,7 +309,7 @@ def _fit_layer(
     if decided and int((cheap_N & taken_N).sum()) >= parameters:
         taken_N &= cheap_N
     x_Nd, y_Nd, norms_N, ngrams_NO = (part[taken_N] for part in (x_Nd, y_Nd, norms_N, ngrams_NO))
-    missed = fit_branch(branch, x_Nd, y_Nd, ridge, norms_N)
+    missed = fit_branch(branch, x_Nd, y_Nd, ridge, norms_N, neurons=neurons_to_copy(routing, name))
     memory: Any = routing.depth_route_memory._modules.get(name)
     if memory is None:
         return missed

@@ -19,11 +19,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
+from ..base.intermediate import intermediate_of
 from .branches import LowRankBranch, MixedLinear, RMSNorm, TensorMap, reset_linear
 from .gate import Gate, GateOutput, GateSizes, ScoreHead, default_hidden
+from .neurons import NeuronBranch
 
 EPSILON = 1e-5  # of the gate's norm, as in Llama 3
+_SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _REDUCTION = 16  # of the model's width in the bottleneck, of the FFN's in the branch
 
 
@@ -72,7 +76,7 @@ class SwiGLUBranch(LowRankBranch):
     """`W_down (SiLU(W_gate y) * W_up y)` with `y = LN(a)`: a small FFN,
     by default a sixteenth of the base's.
 
-    Arguments and start are those of `LowRankBranch`.
+    Arguments and start are those of `LowRankBranch`; `copy_neurons` is another start.
     """
 
     def __init__(
@@ -84,6 +88,14 @@ class SwiGLUBranch(LowRankBranch):
     def reset_parameters(self, generator: torch.Generator) -> None:
         super().reset_parameters(generator)
         reset_linear(self.gate, generator)
+
+    @torch.no_grad()
+    def copy_neurons(self, neurons: NeuronBranch) -> None:
+        """Begin as these neurons of a SwiGLU FFN, with input weights of its own from now on."""
+        for linear, (weight, bias) in zip((self.gate, self.up), neurons.input_weights()):
+            linear.weight.copy_(weight)
+            if linear.bias is not None:
+                linear.bias.copy_(bias)
 
     def hidden(self, x: Tensor) -> Tensor:
         return F.silu(self.gate(x)) * self.up(x)
@@ -100,6 +112,12 @@ class SwiGLUBranch(LowRankBranch):
             return F.linear(hidden, down, down_bias)
 
         return update
+
+
+def has_swiglu(ffn: nn.Module) -> bool:
+    """Whether an FFN's neurons are those of a SwiGLU branch: `SiLU(W_gate y) * W_up y`."""
+    form = intermediate_of(ffn)
+    return form is not None and form.parts == 2 and isinstance(ffn._modules[form.activation], _SILU)
 
 
 def default_width(ffn_width: int) -> int:

@@ -194,6 +194,20 @@ class NeuronBranch(Deriving):
         units_rm = F.one_hot(neurons_r, count).to(self._dtype_of(self.down.weight))
         return (down(units_rm) - down(torch.zeros_like(units_rm[:1]))).float()
 
+    @torch.no_grad()
+    def input_weights(self) -> list[tuple[Tensor, Tensor]]:
+        """Weight `[r, d]` and bias `[r]`, float32, of the chosen neurons in each map into the
+        intermediate, by calls of the base's projections: they may be packed or elsewhere."""
+        width = self.down.out_features
+        points = torch.eye(width + 1, width, device=self.neurons.device)  # the last row is zero
+        points = points.to(self._dtype_of(points))
+        found = []
+        for linear in self._maps():
+            for given in self._form.given(linear, points):
+                chosen = given[:, self.neurons].float()
+                found.append(((chosen[:-1] - chosen[-1]).T, chosen[-1]))
+        return found
+
     def whole(self, x: Tensor) -> Tensor:  # [..., d] -> [..., m]
         """The whole intermediate, by calls of the base's modules."""
         x = x.to(self._dtype_of(x))

@@ -55,8 +55,7 @@ def fitted(base: Any, layers: list[int], text: Batches) -> Any:
         with full_depth(model):
             routing.depth_route_gate["default"].set_bound(_streams(model, routing, text))
     tokens = sum(batch["input_ids"].numel() for batch in text)
-    branch = routings_of(model)[0].depth_route_branch["default"]
-    fit_branches(model, text, ridge_of(branch, tokens, model.config.hidden_size))
+    fit_branches(model, text, ridge_of(True, tokens, model.config.hidden_size))
     return model
 
 
