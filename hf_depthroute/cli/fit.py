@@ -50,10 +50,14 @@ class FitOptions(o.TextOptions, o.BaseOptions):
     gate: Annotated[str, "What scores a token: mlp or affine."] = "mlp"
     layers: Annotated[str, "Which layers may be routed, such as all or last:12."] = "all"
     branch_rank: Annotated[
-        int | None, "Rank of the low-rank branch; by default an eighth of the model's width."
+        int | None,
+        "Rank of the low-rank branch, by default an eighth of the model's width; or neurons of "
+        "another, by default a quarter of the FFN's, or a sixteenth of branch swiglu.",
     ] = None
     branch: Annotated[
-        str, "What easy tokens get: lowrank, neurons (of the FFN's own) or memory (n-grams)."
+        str,
+        "What easy tokens get: lowrank, neurons (of the FFN's own), swiglu (copies of them, to "
+        "train) or memory (n-grams).",
     ] = "lowrank"
     memory_slots: Annotated[int, "Branch memory: slots of a layer's table."] = (
         RoutingFields.memory_slots

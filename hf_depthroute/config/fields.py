@@ -93,11 +93,12 @@ class RoutingFields:
         summary_dim: JEPA gate: width of the predicted outcomes `q`.
         action_dim: JEPA gate: width of the two action embeddings.
         branch: What easy tokens take: `"lowrank"` (`W_down SiLU(W_up LN(a))`), `"swiglu"` (a small
-            FFN: `W_down (SiLU(W_gate LN(a)) * W_up LN(a))`), `"neurons"` (some of the FFN's own,
-            with an output of their own; targets ffn and block), `"memory"` (the low-rank branch,
-            and what a table holds for the n-grams of token ids that end at the token) or `"none"`
-            (they keep the residual stream). `"memory"` is for the targets ffn, attention and block
-            per token, and needs the token ids.
+            FFN: `W_down (SiLU(W_gate LN(a)) * W_up LN(a))`, which a fit begins as neurons of a
+            SwiGLU FFN), `"neurons"` (some of the FFN's own, with an output of their own; targets
+            ffn and block), `"memory"` (the low-rank branch, and what a table holds for the n-grams
+            of token ids that end at the token) or `"none"` (they keep the residual stream).
+            `"memory"` is for the targets ffn, attention and block per token, and needs the token
+            ids.
         branch_rank: Rank of the low-rank branch; by default an eighth of the model's width. Of the
             branch swiglu, its width; by default a sixteenth of the FFN's. Of the branch neurons,
             how many it has; by default a quarter of the FFN's.

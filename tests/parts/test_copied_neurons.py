@@ -16,7 +16,7 @@ from protocol import gap
 from hf_depthroute import DepthRouteConfig, fit_router, get_depth_routed_model
 from hf_depthroute.inference.fitting import fit_branches, neurons_to_copy
 from hf_depthroute.parts.neurons import NeuronBranch
-from hf_depthroute.routing.stack import routings_of
+from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.trace import record_routes
 
 TEXT = [{"input_ids": tokens(8, 32, seed=seed)} for seed in (5, 6)]
@@ -77,6 +77,28 @@ def test_all_of_its_weights_train_and_none_of_the_base() -> None:
     with torch.no_grad():
         branches(model)[0].gate.weight.add_(1.0)
     assert torch.equal(ffn.gate_proj.weight, before)
+
+
+@pytest.mark.parametrize("executor", ["gathered", "rows", "decode"])
+def test_every_executor_gives_what_training_computes(executor: str) -> None:
+    model, ids = fitted("swiglu"), tokens(2, 12, seed=3)
+    with torch.no_grad():
+        with state_of(model).override(executor="masked"):
+            wanted = model(ids).logits
+        if executor == "decode":
+            assert gap(decoded(model, ids), wanted) < 1e-4
+        else:
+            with state_of(model).override(executor=executor):
+                assert gap(model(ids).logits, wanted) < 1e-4
+
+
+def decoded(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    past, logits = None, []
+    for position in range(ids.shape[1]):
+        out = model(ids[:, position : position + 1], past_key_values=past, use_cache=True)
+        logits.append(out.logits)
+        past = out.past_key_values
+    return torch.cat(logits, dim=1)
 
 
 def test_an_offloaded_base_gives_its_neurons_too() -> None:
