@@ -401,9 +401,9 @@ class Run:
         model.save_pretrained(str(folder / "trained"))
         return PeftModel.from_pretrained(base(self.args.model), str(folder / "trained")).eval()
 
-    def static(self, count: int) -> Any:
-        """The FFNs that are best replaced for every token, by a branch;
-        found with a quarter of the text to fit on."""
+    def static(self, count: int, branch: str) -> Any:
+        """The FFNs that are best replaced for every token, by a `branch`;
+        found with a quarter of the text to fit on, and neurons in their place."""
         import static
 
         choose = self.texts.to_fit(CHOSEN, LENGTH, seed=1)
@@ -422,7 +422,16 @@ class Run:
             base(self.args.model),
             sorted(layers),
             self.texts.to_fit(self.args.tokens, LENGTH, seed=0),
+            fields_of(branch),
         )
+
+
+def fields_of(branch: str) -> dict[str, Any]:
+    """The fields of the configuration for `neurons`, or with its rank, `neurons768`."""
+    rank = branch.lstrip(string.ascii_letters)
+    if not rank:
+        return {"branch": branch}
+    return {"branch": branch.removesuffix(rank), "branch_rank": int(rank)}
 
 
 KEPT = (
@@ -479,6 +488,9 @@ def main() -> None:
         type=int,
         default=[],
         help="FFNs replaced for every token, found greedily",
+    )
+    parser.add_argument(
+        "--static-branch", default="neurons", help="in their place, named as in --branches"
     )
     parser.add_argument(
         "--train",
@@ -538,10 +550,7 @@ def main() -> None:
     for seed in args.seeds:
         for keep in args.all:
             for branch in args.branches:
-                rank = branch.lstrip(string.ascii_letters)
-                fields = {"layers": "all", "branch": branch.removesuffix(rank)}
-                if rank:
-                    fields["branch_rank"] = int(rank)
+                fields = {"layers": "all", **fields_of(branch)}
                 part = f"all {branch} {keep:g} {seed}"
                 run.routed(part, "all", partial(run.fit, keep, seed, LENGTH, {}, **fields))
                 if args.train:
@@ -551,8 +560,8 @@ def main() -> None:
                         partial(run.trained, part, seed, LENGTH),
                     )
     for count in args.static:
-        part = f"static neurons {count}"
-        run.routed(part, "all", partial(run.static, count))
+        part = f"static {args.static_branch} {count}"
+        run.routed(part, "all", partial(run.static, count, args.static_branch))
         if args.train:
             run.routed(f"{part} trained {args.train}", "all", partial(run.trained, part, 0, LENGTH))
     if args.rounds:

@@ -23,10 +23,15 @@ Weights = Mapping[int, tuple[dict[str, Any], dict[str, Any]]]
 Batches = list[dict[str, torch.Tensor]]
 
 
-def replaced(base: Any, layers: Iterable[int], weights: Weights) -> Any:
-    """`base` with the FFNs of `layers` replaced, by the gates and branches of `weights`
-    where they are known."""
-    config = DepthRouteConfig(layers=sorted(layers), gate="sinks", branch="neurons", budget=1e-3)
+NEURONS = {"branch": "neurons"}  # what a subset is searched with
+
+
+def replaced(
+    base: Any, layers: Iterable[int], weights: Weights, fields: Mapping[str, Any] = NEURONS
+) -> Any:
+    """`base` with the FFNs of `layers` replaced by branches of these `fields`, and by the gates
+    and branches of `weights` where they are known."""
+    config = DepthRouteConfig(layers=sorted(layers), gate="sinks", budget=1e-3, **fields)
     model = get_depth_routed_model(base, config).eval()
     for routing in routings_of(model):
         if routing.layer_index in weights:
@@ -47,10 +52,10 @@ def parts_of(model: Any) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 @torch.no_grad()
-def fitted(base: Any, layers: list[int], text: Batches) -> Any:
+def fitted(base: Any, layers: list[int], text: Batches, fields: Mapping[str, Any] = NEURONS) -> Any:
     """`base` with the FFNs of `layers` replaced, each fitted to the update that
     it stands in for."""
-    model = replaced(base, layers, {})
+    model = replaced(base, layers, {}, fields)
     for routing in routings_of(model):
         with full_depth(model):
             routing.depth_route_gate["default"].set_bound(_streams(model, routing, text))
