@@ -70,7 +70,8 @@ class FitOptions(o.TextOptions, o.BaseOptions):
         RoutingFields.ngram_order
     )
     rounds: Annotated[
-        o.OptionalCount, "How often everything is fitted, by default 2; the best round is kept."
+        o.OptionalCount,
+        "How often everything is fitted, by default 2; the last is kept unless it loses more.",
     ] = None
     blocks: Annotated[int, typer.Option(min=2), "Blocks of text to fit on."] = 64
     split: Annotated[str, "Split to fit on."] = "train"

@@ -57,6 +57,13 @@ def standard_error(values_R: torch.Tensor) -> float | None:
     return None
 
 
+def rises(loss_R: torch.Tensor, before_R: torch.Tensor) -> bool:
+    """Whether the loss is higher than before by more than the standard error of the rows'
+    differences."""
+    rise_R = loss_R - before_R
+    return float(rise_R.mean()) > (standard_error(rise_R) or 0.0)
+
+
 def tokens_and_losses(
     tokens: int, held_out: Batches, dense_R: torch.Tensor, loss_R: torch.Tensor
 ) -> dict[str, object]:
@@ -203,7 +210,6 @@ def without_gates(
     fewer = narrowed(model, static=static)
     set_thresholds(fewer, text)
     without = trial_of(fewer, text)
-    rise_R = without.loss_R - found.loss_R
-    if float(rise_R.mean()) <= (standard_error(rise_R) or 0.0):
-        return fewer, without
-    return _injected(fewer, config, state), found
+    if rises(without.loss_R, found.loss_R):
+        return _injected(fewer, config, state), found
+    return fewer, without
