@@ -6,12 +6,14 @@ the adapter into; so the check stands at transformers' own `generate`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..config.adapter import ConfigError
+from ..files.shown import DepthRouteWarning
 from ..parts.gates import GATES
 from ..routing.stack import configs_now, routed_layers
 
@@ -32,7 +34,8 @@ def checked_generate(generate: Any, self: Any, *args: Any, **kwargs: Any) -> Any
 def check_generation(
     model: nn.Module, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> None:
-    """Refuse what makes `generate` decide otherwise than it does plainly; an unrouted model passes.
+    """Refuse what makes `generate` decide otherwise than it does plainly, and warn where nothing is
+    routed; an unrouted model passes.
 
     `arguments` are those of `generate` by place, the inputs and a generation config; `options` the
     others.
@@ -62,7 +65,16 @@ def check_generation(
                 raise ConfigError(
                     f"{name}: granularity='sequence' decides once, about the prompt whole and alone"
                 )
-    prompts_alone = any(config.phases == "prefill" for config in configs)
+    tails = [config.last_in_full for config in configs if config.phases == "prefill"]
+    prompts_alone = bool(tails)
+    if prompts_alone and 0 < (given["prefill_chunk_size"] or 0) <= max(tails):
+        warnings.warn(
+            f"prefill_chunk_size={given['prefill_chunk_size']}: the last {max(tails)} tokens of "
+            "every chunk of a prompt run in full (prompt_tail), so nothing is routed; take longer "
+            "chunks",
+            DepthRouteWarning,
+            stacklevel=3,  # past `checked_generate`
+        )
     for name in _DRAFTING if prompts_alone else ():
         if given[name] is not None:
             raise ConfigError(

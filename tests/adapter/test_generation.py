@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,13 @@ def test_a_draft_is_not_checked() -> None:
     assert torch.equal(lossless_generate(base, input_ids=ids, draft=draft, **GREEDY), wanted)
     with pytest.raises(ConfigError, match="decides once"):
         base.generate(input_ids=ids, assistant_model=draft, **GREEDY)
+
+
+@pytest.mark.parametrize(("chunk", "warned"), [(4, True), (5, False), (None, False)])
+def test_chunks_that_leave_nothing_to_route_are_told(chunk: int | None, warned: bool) -> None:
+    model, ids = build_routed("llama", phases="prefill", prompt_tail=4), tokens(1, 12)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.generate(input_ids=ids, **GREEDY, prefill_chunk_size=chunk)
+    told = [str(each.message) for each in caught if "take longer chunks" in str(each.message)]
+    assert len(told) == warned
