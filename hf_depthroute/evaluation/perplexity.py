@@ -73,6 +73,9 @@ class BudgetRow:
 def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
     """Mean next-token cross-entropy in nats, every predicted token weighted alike.
 
+    An adapter for prompts alone reads every block as one prompt, which is not how it is served:
+    `evaluate_budgets` tells the loss of the text behind prompts.
+
     Args:
         model: A causal language model. It is evaluated in eval mode and left in the mode it was in.
         blocks: Dicts with `input_ids` and optionally `attention_mask`, `position_ids` and `labels`,
