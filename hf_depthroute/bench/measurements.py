@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files.shown import counted
 from .cases import Case
 
 TIMED = ("prefill", "decode")
@@ -67,7 +68,8 @@ def as_single(result: Mapping[str, Any], sizes: Mapping[str, object]) -> dict[st
 def label_of(sizes: str, setting: Mapping[str, Any]) -> str:
     """The label of a measurement from what it ran, as `Case.sizes`, and its setting."""
     model = setting.get("shape", setting["model_type"])
-    routed = f"{setting.get('target', 'ffn')} of {len(setting['routed_layers'])} layers"
+    layers = counted(len(setting["routed_layers"]), "layer")
+    routed = f"{setting.get('target', 'ffn')} of {layers}"
     phases = ""
     if "phases" in setting:
         phases = f", phases {setting['phases']}"
