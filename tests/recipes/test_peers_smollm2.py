@@ -12,8 +12,10 @@ import pytest
 import torch
 from models import randomised
 from places import ROOT
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.fitting import option_times
 
 FOLDER = ROOT / "recipes" / "peers_smollm2"
@@ -98,6 +100,27 @@ def test_a_fitted_router_is_kept_and_read_again(recipe, setup, texts, name, sett
     monkeypatch.setattr(hf_depthroute, "fit_router", None)  # a second fit would fail
     again = recipe.run.measured(name, setup, recipe.run.Dense(setup, texts))
     assert again["loss"] == found["loss"] and again["calls"] == found["calls"]
+
+
+def test_flops_are_those_of_what_runs_without_hooks(recipe):
+    """Torch's own counter hooks every module, and a branch of neurons then computes them all."""
+    base = tiny()
+    model = get_depth_routed_model(
+        base, DepthRouteConfig(layers="all", gate="none", branch="neurons", branch_rank=16)
+    ).eval()
+
+    def flops(counter):
+        with counter, torch.no_grad():
+            model(ids(1))
+        return counter
+
+    plain, hooked = flops(recipe.measure.Flops()).total, flops(FlopCounterMode(display=False))
+    neurons = 5 * 256 * 2 * (3 * 32 * 16)
+    every = 5 * 256 * 2 * (2 * 32 * 64 + 32 * 16)
+    assert hooked.get_total_flops() - plain == every - neurons
+    with model.disable_adapter():
+        plain, hooked = flops(recipe.measure.Flops()).total, flops(FlopCounterMode(display=False))
+    assert hooked.get_total_flops() == plain
 
 
 def test_a_batch_is_refused_by_a_draft_of_transformers_and_says_why(recipe, setup):
