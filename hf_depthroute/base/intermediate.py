@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from .readable import is_readable
 
+SILU = (nn.SiLU, type(ACT2FN["silu"]))
 # A linear map of transformers' own, which computes what `nn.Linear` does.
 _FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
 

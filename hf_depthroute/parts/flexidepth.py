@@ -19,15 +19,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
-from ..base.intermediate import intermediate_of
+from ..base.intermediate import SILU, intermediate_of
 from .branches import LowRankBranch, MixedLinear, RMSNorm, TensorMap, reset_linear
 from .gate import Gate, GateOutput, GateSizes, ScoreHead, default_hidden
 from .neurons import NeuronBranch
 
 EPSILON = 1e-5  # of the gate's norm, as in Llama 3
-_SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _REDUCTION = 16  # of the model's width in the bottleneck, of the FFN's in the branch
 
 
@@ -117,7 +115,7 @@ class SwiGLUBranch(LowRankBranch):
 def has_swiglu(ffn: nn.Module) -> bool:
     """Whether an FFN's neurons are those of a SwiGLU branch: `SiLU(W_gate y) * W_up y`."""
     form = intermediate_of(ffn)
-    return form is not None and form.parts == 2 and isinstance(ffn._modules[form.activation], _SILU)
+    return form is not None and form.parts == 2 and isinstance(ffn._modules[form.activation], SILU)
 
 
 def default_width(ffn_width: int) -> int:

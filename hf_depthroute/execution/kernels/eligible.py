@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
+from ...base.intermediate import SILU
 from ...base.readable import is_readable, is_watched
-
-_SILU = (nn.SiLU, type(ACT2FN["silu"]))
 
 
 def is_plain_linear(module: Any, x: Tensor) -> bool:
@@ -27,7 +25,7 @@ def is_swiglu(ffn: Any, x: Tensor) -> bool:
     """Whether `ffn` is `W_down (SiLU(W_gate x) * W_up x)` with plain linear maps without bias."""
     linears = [ffn._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     return (
-        is_readable(ffn._modules.get("act_fn"), *_SILU)
+        is_readable(ffn._modules.get("act_fn"), *SILU)
         and not is_watched(ffn)
         and all(is_plain_linear(linear, x) and linear.bias is None for linear in linears)
     )
