@@ -1,8 +1,9 @@
 """Passes in which PEFT tells LoRA's layers of the sequences in a batch.
 
-Which adapter is whose (`adapter_names`), or where an activated LoRA begins in each: such layers
-have to get whole sequences. So where they lie in what a router skips, both paths are computed of
-every token. PEFT tells them from `PeftModel._enable_peft_forward_hooks`.
+Which adapter is whose (`adapter_names`), where an activated LoRA begins in each, or how X-LoRA
+weighs its LoRAs for each token: such layers have to get whole sequences. So where they lie in what
+a router skips, both paths are computed of every token. PEFT tells them from
+`PeftModel._enable_peft_forward_hooks`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from peft import XLoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from ..routing.stack import RoutedStack, adapters_now, routed_stack
@@ -21,7 +23,9 @@ def told_of_sequences(
 ) -> AbstractContextManager[None]:
     """Around `enable`, PEFT's own, for the pass with these arguments."""
     hooks: AbstractContextManager[None] = enable(self, *args, **kwargs)
-    told = any(kwargs.get(name) is not None for name in self.special_peft_forward_args)
+    told = isinstance(self.base_model, XLoraModel) or any(
+        kwargs.get(name) is not None for name in self.special_peft_forward_args
+    )
     stack = routed_stack(self) if told else None
     if stack is None or not _skip_other_layers(stack):
         return hooks

@@ -348,6 +348,31 @@ def test_an_activated_lora_begins_where_it_does_without_the_router(target: str) 
     assert (whole - masked).abs().max() < 1e-5
 
 
+@every_target
+def test_x_lora_weighs_tokens_as_without_the_router(target: str, tmp_path: Path) -> None:
+    """Its weights are of every token of the batch, so its layers have to see all of it."""
+    for rank in (4, 8):
+        lora = with_lora(build_base("llama"), "llama", target_modules=LORA_EVERYWHERE, r=rank)
+        lora.save_pretrained(str(tmp_path / str(rank)))
+    base = build_base("llama")
+    base.config.use_cache = False
+    adapters = {"0": str(tmp_path / "4/tuned"), "1": str(tmp_path / "8/tuned")}
+    config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters=adapters)
+    lora = get_peft_model(base, config, adapter_name="mixed").eval()
+    ids = tokens(2, 12)
+    with torch.no_grad():
+        whole = lora(input_ids=ids).logits
+        model = routed(lora.get_base_model(), adapter_name="router", target=target)
+        set_budget(model, 1.0)
+        assert torch.equal(lora(input_ids=ids).logits, whole)
+        set_budget(model, 0.5)
+        batch = lora(input_ids=ids).logits
+        for row in range(2):
+            alone = lora(input_ids=ids[row : row + 1]).logits
+            assert (batch[row] - alone[0]).abs().max() < 1e-5
+    assert (batch - whole).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("family", "norm"), [("llama", "post_attention_layernorm"), ("gpt2", "ln_2")]
 )
