@@ -23,7 +23,12 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 
 
 class SavedCopies(ModulesToSaveWrapper):
-    """PEFT's, which asks twice what adapter is active; another thread may switch it meanwhile."""
+    """PEFT's, which asks twice what adapter is active, though another thread may switch it
+    meanwhile, and knows no adapter without a copy, though transformers names them all."""
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        super().set_adapter([name for name in names if name in self._adapters], inference_mode)
 
     def _forward_wrapped(self, *args: Any, **kwargs: Any) -> Any:
         names = self.active_adapters

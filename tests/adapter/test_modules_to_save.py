@@ -73,3 +73,17 @@ def test_a_copy_inside_of_another_adapters_is_refused(names: tuple[str, str]) ->
     with pytest.raises(ConfigError, match=r"q_proj is a part of .*self_attn, which is copied too"):
         model.add_adapter("other", DepthRouteConfig(**own))
     model.add_adapter("other", DepthRouteConfig(**(own | {"modules_to_save": [first]})))
+
+
+def test_transformers_switches_to_an_adapter_without_copies() -> None:
+    """There the base's own module runs, and then the copy again."""
+    model = build_base("llama")
+    with torch.no_grad():
+        model.add_adapter(DepthRouteConfig(layers=[1], modules_to_save=["lm_head"]), "copies")
+        model.lm_head.modules_to_save["copies"].weight.mul_(2)
+        doubled = logits(model)
+        model.add_adapter(DepthRouteConfig(layers=[1]), "plain")
+        assert torch.equal(2 * logits(model), doubled)
+        model.set_adapter("copies")
+        assert torch.equal(logits(model), doubled)
+    assert model.lm_head.modules_to_save["copies"].weight.requires_grad
