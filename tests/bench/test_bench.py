@@ -13,7 +13,7 @@ from places import ROOT
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.bench import Case, bench, dense_view
 from hf_depthroute.bench.inference import measure_inference
-from hf_depthroute.bench.measurements import compare_results
+from hf_depthroute.bench.measurements import compare_results, label_of
 from hf_depthroute.bench.modes import fill_cache, new_cache, rewind_cache
 from hf_depthroute.bench.result_tables import brief, comparison_table, tables
 from hf_depthroute.bench.suite import setting_of
@@ -315,3 +315,9 @@ def test_the_table_on_a_terminal_is_brief_and_the_report_has_all(
 def test_a_measurement_names_every_target_that_layers_have() -> None:
     model = build_routed("llama", "attention", layers=[1, 2, 3], target_pattern={2: "ffn"})
     assert setting_of(model)["target"] == "attention+ffn"
+
+
+def test_a_label_counts_layers() -> None:
+    for layers, counted in (([1], "ffn of 1 layer"), ([1, 2], "ffn of 2 layers")):
+        setting = setting_of(build_routed("llama", layers=layers))
+        assert label_of("decode", setting) == f"decode: llama float32, {counted}"
