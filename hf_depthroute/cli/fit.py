@@ -96,6 +96,8 @@ def fit(options: FitOptions) -> None:
     """
     if options.phases == "all":
         options.refuse_unused(("keep_of", "prompt_length"), "without --phases prefill")
+    if options.branch != "memory":
+        options.refuse_unused(MEMORY_FIELDS, "without --branch memory")
     options.out = check_out(options.out, options.overwrite, resume=False)
     from . import loading
 

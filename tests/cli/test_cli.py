@@ -690,6 +690,10 @@ def test_eval_refuses_budgets(
             ["fit", "--model", "x", "--dataset", "TEXT", "--out", "x", "--keep-of", "time"],
             "fit: --keep-of has no effect without --phases prefill",
         ),
+        (
+            ["fit", "--model", "x", "--dataset", "TEXT", "--out", "x", "--memory-slots", "100"],
+            "fit: --memory-slots has no effect without --branch memory",
+        ),
     ],
 )
 def test_an_option_that_nothing_looks_at_is_refused(
