@@ -66,14 +66,14 @@ def generate(options: GenerateOptions) -> None:
     """  # noqa: E501
     _check_options(options)
     dropped = _layer_list(options.draft_drop)
-    prompt = _prompt(options.prompt)
+    options.prompt = _prompt(options.prompt)
     from . import loading
 
     source = loading.find_source(options)
     import torch
     import transformers
 
-    from ..data.prompts import PromptError, encode_prompt, has_chat_template
+    from ..data.prompts import has_chat_template
     from ..inference.calibration import set_budget
 
     loading.changed_fields(source.config, options.draft_budget, option="--draft-budget")
@@ -88,17 +88,7 @@ def generate(options: GenerateOptions) -> None:
         raise CliError(f"--draft-drop {options.draft_drop}: {layers}")
     tokenizer = source.tokenizer()
     answers = options.chat_template and has_chat_template(tokenizer)
-    try:
-        prompt_ids = encode_prompt(tokenizer, prompt, options.chat_template)
-    except PromptError as error:
-        raise CliError(f"{error}; add --no-chat-template") from error
-    length = len(prompt_ids)
-    if length == 0:
-        raise CliError("the prompt has no tokens in this model's tokenizer")
-    total = length + options.max_new_tokens
-    loading.check_length(
-        total, source.base_config, f"prompt of {length} tokens + --max-new-tokens ="
-    )
+    prompt_ids = source.prompt_ids(tokenizer)
     routed = source.routed(source.base_model())
     ids = torch.tensor([prompt_ids], device=routed.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -116,7 +106,9 @@ def generate(options: GenerateOptions) -> None:
         ids, report = _lossless(routed, inputs, draft, settings)
     else:
         ids, report = _plain(routed, inputs, settings, None if options.full else source)
-    say_content(tokenizer.decode(ids[0, length if answers else 0 :], skip_special_tokens=True))
+    say_content(
+        tokenizer.decode(ids[0, len(prompt_ids) if answers else 0 :], skip_special_tokens=True)
+    )
     say(report, sys.stderr)
 
 

@@ -32,11 +32,12 @@ from ..adapter.files import AdapterMismatchError
 from ..base.families import UnsupportedModelError, row_of, text_config
 from ..base.gguf import load_dequantised
 from ..config.adapter import ConfigError, DepthRouteConfig, check_budget, check_phases
+from ..data.prompts import PromptError, encode_prompt
 from ..data.text import load_text, pack
 from ..files.hub import HubError, causes, explain
 from ..files.out_of_resources import disk_full, out_of_memory
 from ..files.remote_code import code_repositories, refused_code, trusts_remote_code
-from ..files.shown import DepthRouteWarning, reason, say
+from ..files.shown import DepthRouteWarning, counted, reason, say
 from ..inference.calibration import is_calibrated
 from ..inference.phases import set_phases
 from .errors import ADAPTER, USAGE, CliError, refused
@@ -216,6 +217,19 @@ class Source:
                 f"{what}: token id {highest} does not fit the model's vocabulary of {size}"
             )
         return tokenizer
+
+    def prompt_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The prompt's token ids; `CliError` where they and the new tokens are too many."""
+        options = self.options
+        try:
+            ids = encode_prompt(tokenizer, options.prompt, options.chat_template)
+        except PromptError as error:
+            raise CliError(f"{error}; add --no-chat-template") from error
+        if not ids:
+            raise CliError("the prompt has no tokens in this model's tokenizer")
+        what = f"prompt of {counted(len(ids), 'token')} + --max-new-tokens ="
+        check_length(len(ids) + options.max_new_tokens, self.base_config, what)
+        return ids
 
     def batches(
         self, tokenizer: PreTrainedTokenizerBase, split: str, blocks: int

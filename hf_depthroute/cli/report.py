@@ -18,8 +18,6 @@ from .errors import CliError
 from .output import short_name, write_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from ..config.adapter import DepthRouteConfig
     from ..report.collect import Sample
     from .loading import Source
@@ -40,7 +38,8 @@ class ReportOptions(o.TextOptions, o.AdapterOptions):
     ] = None
     blocks: Annotated[o.Count, "At most this many blocks."] = 64
     samples: Annotated[o.Count, "Blocks of the text in the token view."] = 3
-    prompt: Annotated[str | None, "Show how this text is continued, too."] = None
+    prompt: Annotated[str | None, "Show how this is continued, or answered, too."] = None
+    chat_template: o.ChatTemplate = True
     max_new_tokens: Annotated[o.Count, "With --prompt: tokens to add."] = 64
     eval_file: Annotated[o.File, "--eval", "Losses from eval --out, instead of taking them."] = None
     bench_file: Annotated[o.File, "--bench", "Times from bench --out, instead of taking them."] = (
@@ -67,7 +66,7 @@ def report(options: ReportOptions) -> None:
     if not options.dataset:
         raise CliError(f"report: give --dataset, the text to measure adapter {options.adapter} on")
     if options.prompt is None:
-        options.refuse_unused(("max_new_tokens",), "without --prompt")
+        options.refuse_unused(("chat_template", "max_new_tokens"), "without --prompt")
     if options.bench_file is not None or not options.speed:
         options.refuse_unused(("repeats",), "with --bench or --no-speed: nothing is timed")
     say(_report_adapter(options))
@@ -91,7 +90,7 @@ def _report_adapter(given: ReportOptions) -> Path:
     loading.check_length(given.length, source.base_config)
     tokenizer = source.tokenizer()
     batches = source.batches(tokenizer, given.split, given.blocks)
-    samples = _samples(given, tokenizer, batches, source.base_config)
+    samples = _samples(given, source, tokenizer, batches)
 
     from ..bench import dense_view
     from ..evaluation import BEHIND_PROMPTS
@@ -153,24 +152,17 @@ def _page_path(given: ReportOptions) -> Path:
 
 
 def _samples(
-    given: ReportOptions,
-    tokenizer: Any,
-    batches: list[dict[str, Any]],
-    base_config: PreTrainedConfig,
+    given: ReportOptions, source: Source, tokenizer: Any, batches: list[dict[str, Any]]
 ) -> list[Sample]:
+    import torch
+
     from ..report.collect import Sample
-    from . import loading
 
     rows = [row for batch in batches for row in batch["input_ids"]][: given.samples]
     found = [Sample(f"text {number}", row) for number, row in enumerate(rows, 1)]
     if given.prompt is None:
         return found
-    encoded = tokenizer(given.prompt, return_tensors="pt", return_token_type_ids=False)
-    ids = encoded["input_ids"][0].long()
-    if len(ids) == 0:
-        raise CliError("--prompt has no tokens in this model's tokenizer")
-    total = len(ids) + given.max_new_tokens
-    loading.check_length(total, base_config, f"--prompt of {len(ids)} tokens + --max-new-tokens =")
+    ids = torch.tensor(source.prompt_ids(tokenizer))
     return [Sample("prompt and what each budget wrote", ids, given.max_new_tokens), *found]
 
 

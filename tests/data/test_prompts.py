@@ -3,13 +3,15 @@ and plain where there is none or it is turned off."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import run
 from models import routed
-from text_models import save_base, word_tokenizer
+from text_models import save_base, word_tokenizer, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_depthroute.data.prompts import PromptError, encode_prompt
@@ -76,6 +78,26 @@ def test_generate_prints_the_answer_and_without_a_template_prompt_and_continuati
         )
         assert ended.code == 0, ended.err
         assert ended.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt"),
+    [([], "<bos> the dog cat sat said"), (["--no-chat-template"], "cat sat")],
+)
+def test_a_report_puts_its_prompt_into_the_template_too(
+    files: tuple[Path, Path], tmp_path: Path, words: list[str], prompt: str
+) -> None:
+    base, adapter = files
+    text = ["--dataset", write_text(tmp_path / "text.txt"), "--length", 16, "--blocks", 2]
+    given = ["--prompt", "cat sat", *words, "--max-new-tokens", 5, "--budgets", "0.5", "--no-speed"]
+    page = tmp_path / "page.html"
+    ended = run("report", adapter, "--model", base, *text, *given, "--out", page)
+    assert ended.code == 0, ended.err
+    found = re.search(r'id="token-data"[^>]*>(.*?)</script>', page.read_text(), re.S)
+    assert found is not None
+    shown = json.loads(found[1])["texts"][0]["runs"][0]
+    assert shown["prompt"] == len(prompt.split()) == sum(shown["counts"]) - 5
+    assert "".join(shown["pieces"]).startswith(prompt)
 
 
 def test_a_template_that_takes_no_single_message_names_the_way_out(
