@@ -3,6 +3,7 @@ and `--config FILE.yaml`."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
@@ -35,7 +36,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     options |= {str(p.name): p for p in parameters}
     defaults = dict(context.default_map or {})
     with refused("--config ", YamlError):  # `max-steps` and `max_steps` are the same option
-        content = read_mapping(path, key_name=lambda key: key.replace("-", "_"))
+        content = read_mapping(path, lambda key: key.replace("-", "_"), as_written=True)
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in options:
@@ -66,13 +67,22 @@ def _as_typed(path: Path, key: str, value: object, option: object) -> Any:
     if getattr(option, "multiple", False):  # given once for each value
         values = value if isinstance(value, list) else [value]
         return [_as_typed(path, key, each, None) for each in values]
-    if isinstance(value, list) and all(type(part) in (int, float) for part in value):
+    if isinstance(value, list) and all(map(_is_number, value)):
         return ",".join(map(str, value))
-    if not isinstance(value, str | int | float):
+    if not isinstance(value, str | int):
         raise CliError(
             f"{path}: {key} must be a single value or a list of numbers, not {type(value).__name__}"
         )
     return str(value)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a whole number, or the text of a number."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            float(value)
+            return True
+    return type(value) is int
 
 
 def command(function: Callable[[Any], None]) -> Callable[..., None]:

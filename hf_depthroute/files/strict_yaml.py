@@ -22,8 +22,13 @@ class YamlError(OneLine, ValueError):
     """A file cannot be used. The message is one line and names the file."""
 
 
-def read_mapping(path: Path, key_name: Callable[[str], str] = str) -> dict[Any, Any]:
+def read_mapping(
+    path: Path, key_name: Callable[[str], str] = str, as_written: bool = False
+) -> dict[Any, Any]:
     """The mapping in a file; empty when the file is. Keys of the same `key_name` are one key.
+
+    With `as_written`, a number with a decimal point is the text that stands there: `2.10` may be
+    one, or a title.
 
     Raises:
         YamlError: The file cannot be read, is larger than 1 MiB, or holds what `parse_mapping`
@@ -39,11 +44,13 @@ def read_mapping(path: Path, key_name: Callable[[str], str] = str) -> dict[Any, 
         raise YamlError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise YamlError(f"{path}: not valid YAML: {error}") from error
-    return parse_mapping(text, str(path), key_name)
+    return parse_mapping(text, str(path), key_name, as_written)
 
 
-def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) -> dict[Any, Any]:
-    """The mapping in `text`, of a file called `name`; empty when the text is.
+def parse_mapping(
+    text: str, name: str, key_name: Callable[[str], str] = str, as_written: bool = False
+) -> dict[Any, Any]:
+    """The mapping in `text`, of a file called `name`; as `read_mapping`.
 
     Raises:
         YamlError: It is no YAML, holds anything but a mapping, repeats a key, of which parsers
@@ -79,7 +86,7 @@ def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) ->
             return super().construct_mapping(node, deep)
 
     def number(loader: Loader, node: Any) -> float | str:
-        if _OTHER_BASE.fullmatch(node.value):
+        if as_written or _OTHER_BASE.fullmatch(node.value):
             return str(node.value)
         return float(loader.construct_yaml_float(node))
 

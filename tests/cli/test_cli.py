@@ -1125,6 +1125,17 @@ def test_a_yaml_file_spells_options_as_the_command_line_does(
     assert ended.error.startswith(f"--out {tmp_path}: is a folder")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("adapter: 2.10\n", "adapter 2.10: "), ("adapter: a\nbudgets: [0.50, 2.0]\n", "0.50,2.0: ")],
+)
+def test_a_number_of_a_yaml_file_stays_as_it_is_written(
+    content: str, message: str, run: Run, text: Path, tmp_path: Path
+) -> None:
+    ended = run("eval", "--config", write_yaml(tmp_path, content), "--dataset", text)
+    assert message in ended.error
+
+
 def test_an_adapter_of_a_yaml_file_gives_way_to_the_command_line(run: Run, tmp_path: Path) -> None:
     path = write_yaml(tmp_path, "adapter: ./from-yaml\nprompt: the\n")
     for words, name in (
