@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import html
 import math
 import threading
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _MAX_PROMPT = 2048
 _MAX_NEW_TOKENS = 256
+_GRACE = 5.0  # seconds, at the end of the process, for a step that still runs
 _WAITING = 16  # people in the line; the model writes for one at a time
 _STYLE = """
 .text { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.9;
@@ -116,6 +118,8 @@ class _Writer:
         self._tokenizer = tokenizer
         self._budget = config.budget
         self._free = threading.Lock()
+        # A thread of Gradio computes: Python aborts if it does so while Python ends.
+        atexit.register(self._free.acquire, timeout=_GRACE)
 
     def run(
         self, prompt: str, budget: float | None, new_tokens: int, chat: bool

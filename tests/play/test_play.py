@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import torch
 from command_line import run
 from models import build_routed, routed, tokens
 from peft import PeftModel
-from places import ROOT
+from places import HELPERS, ROOT
 from ports import free_port
 from text_models import save_base, word_tokenizer
 
@@ -163,6 +164,38 @@ def test_the_page_rounds_the_budget_and_says_of_which_layers_it_is(
     (_, plain, *_) = list(run("cat sat", 0.5, 1, False))[-1]
     assert asked == [0.7321428, 0.5]
     assert "dog" in chat and "dog" not in plain.split('class="written"')[0]
+
+
+WRITES_AT_THE_END = """
+import sys, threading
+from models import build_routed
+from text_models import word_tokenizer
+from hf_depthroute.play.page import make_page
+
+page = make_page(build_routed("llama"), word_tokenizer(), "tiny")
+run = next(fn.fn for fn in page.fns.values() if len(fn.inputs) == 4)
+begun = threading.Event()
+
+def write():
+    for _ in run("cat sat", 0.5, 40, False):
+        begun.set()
+
+threading.Thread(target=write, daemon=True).start()
+begun.wait()
+sys.exit(130)
+"""
+
+
+def test_a_page_that_still_writes_ends_with_its_own_code() -> None:
+    pytest.importorskip("gradio", reason="the page is made with Gradio (extra play)")
+    places = os.pathsep.join([str(ROOT), str(HELPERS)])
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WRITES_AT_THE_END],
+        env=os.environ | {"PYTHONPATH": places},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (130, "")
 
 
 def test_the_space_in_a_browser(
