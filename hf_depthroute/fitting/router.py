@@ -105,13 +105,12 @@ def fit_router(
 
     Each further round fits branches and gates again on the stream and on the tokens that they
     really get. Every fifth row is held out: costs are measured and thresholds set on it, and a
-    round is kept unless the loss rises there by more than the standard error of the rows'
-    differences. Layers that run 96 % of the tokens in full are left
-    out of the adapter: a gate of the default width costs 3 % of an FFN's FLOPs, as much as the
-    other 4 % save. Those that run next to none become static: they lose their gates, and the other
-    layers run that much more. They keep them where the loss of the held-out rows rises, by the mean
-    of the rows' differences, by more than that mean's standard error: a smaller rise may be chance,
-    and no gate is the cheaper choice. The thresholds of other budgets are calibrated too, so that
+    round is kept unless the loss rises there, by the mean of the rows' differences, by more than
+    that mean's standard error: a smaller rise may be chance. Layers that run 96 % of the tokens in
+    full are left out of the adapter: a gate of the default width costs 3 % of an FFN's FLOPs, as
+    much as the other 4 % save. Those that run next to none become static: they lose their gates,
+    and the other layers run that much more. They keep them where the loss rises as above, since no
+    gate is the cheaper choice. The thresholds of other budgets are calibrated too, so that
     `set_budget` holds them.
 
     It takes as long as ten to twenty forward passes of the text with two rounds, whatever the
@@ -184,7 +183,7 @@ def fit_router(
         bar = stack.enter_context(_bar(routed, rounds, progress, text, rated, held_out, last))
         own = own_part(held_out)
         fit = Fits(routed, own_part(text), own_part(rated), bar)
-        found, layers, losses = _best_round(fit, own, rounds)
+        found, layers, losses = _kept_round(fit, own, rounds)
         bar.phase("layers to leave out")
         with full_depth(routed):
             dense_R = parts_of_mean(rows_of_all(row_losses(routed, own)))
@@ -255,7 +254,7 @@ def _warn_if_missed(share: float, keep: float) -> None:
         )
 
 
-def _best_round(
+def _kept_round(
     fit: Fits, held_out: Batches, rounds: int
 ) -> tuple[Trial, dict[int, LayerFit], list[float]]:
     """The trial and the fits of the last round whose held-out loss is no higher than that of the

@@ -24,7 +24,7 @@ from ..execution.layer import routed_call
 from ..parts.branches import LowRankBranch
 from ..parts.flexidepth import SwiGLUBranch, has_swiglu
 from ..parts.memory import NgramMemory
-from ..parts.neurons import NeuronBranch
+from ..parts.neurons import NeuronBranch, neurons_of
 from ..parts.regression import (
     leading_directions,
     moments,
@@ -135,7 +135,8 @@ def neurons_to_copy(routing: Routing, name: str) -> NeuronBranch | None:
     """The FFN's neurons that an adapter's SwiGLU branch in this layer may begin as.
 
     It may not if it reads or computes other than the FFN: in place of attention alone, without a
-    norm before the FFN, or with another activation. Then, and of another branch, it is None.
+    norm before the FFN, with another activation, or wider than the FFN. Then, and of another
+    branch, it is None.
     """
     branch = routing.depth_route_branch[name]
     target = routing.config(name).target_of(routing.layer_index)
@@ -143,7 +144,10 @@ def neurons_to_copy(routing: Routing, name: str) -> NeuronBranch | None:
         return None
     if routing.norm_in_front("ffn") is None or not has_swiglu(routing.ffn):
         return None
-    found = routing.make_branch(target, "neurons", branch.down.in_features)
+    count = branch.down.in_features
+    if count > (neurons_of(routing.ffn) or 0):
+        return None
+    found = routing.make_branch(target, "neurons", count)
     assert isinstance(found, NeuronBranch)
     return found.to(branch.down.weight.device)
 

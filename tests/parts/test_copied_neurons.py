@@ -128,6 +128,7 @@ def test_weights_of_neurons_are_the_rows_of_the_bases_projections() -> None:
         ("olmo2", {}),  # no norm in front
         ("llama", {"target": "attention"}),
         ("llama", {"branch": "lowrank"}),
+        ("llama", {"branch_rank": 65}),  # wider than the FFN
     ],
 )
 def test_other_branches_and_ffns_begin_as_they_were_drawn(
