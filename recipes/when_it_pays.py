@@ -80,7 +80,7 @@ def all_tokens() -> str:
     error = stdev(eight) / len(eight) ** 0.5
     return (
         f"prompts **{span(prompts_of)}**, decoding eight {mean(eight):.2f} ± {error:.2f}: "
-        f"SmolLM2-135M on an EPYC, float32, {len(fits)} fits, a quarter skipped"
+        f"SmolLM2-135M on an EPYC, float32, {len(fits)} fits, a fifth to a quarter skipped"
     )
 
 
